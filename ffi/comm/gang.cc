@@ -1,0 +1,126 @@
+#include "ffi/comm/gang.h"
+
+#include <algorithm>
+#include <chrono>
+#include <condition_variable>
+#include <map>
+#include <mutex>
+#include <thread>
+#include <tuple>
+#include <utility>
+
+#include "ffi/comm/pool.h"
+
+namespace muse {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+struct Gang {
+  std::vector<GangMember> members;
+  uint32_t present = 0;  // one bit per rank
+  Clock::time_point deadline;
+  double limit_seconds = 0;
+  std::string what;
+};
+
+std::string list_ranks(uint32_t mask) {
+  std::string text;
+  for (int r = 0; r < kRanks; ++r)
+    if (mask >> r & 1u) text += (text.empty() ? "" : ", ") + std::to_string(r);
+  return text;
+}
+
+class Gangs {
+ public:
+  // Never destroyed: the watchdog may still sleep here while the process exits.
+  static Gangs& get() {
+    static Gangs* gangs = new Gangs;
+    return *gangs;
+  }
+
+  std::vector<GangMember> join(const char* what, const GangKey& key, GangMember member, double limit_seconds) {
+    uint32_t mask = 0;
+    std::string problem;
+    for (const int32_t r : member.ranks) {
+      if (r < 0 || r >= kRanks || (mask >> r & 1u)) problem = "ranks must be distinct and in 0..7, got " + std::to_string(r);
+      if (problem.empty()) mask |= 1u << r;
+    }
+    std::unique_lock<std::mutex> lock(mutex_);
+    const auto [at, created] = gangs_.try_emplace(key);
+    Gang& gang = at->second;
+    if (problem.empty() && (gang.present & mask))
+      problem = "rank " + list_ranks(gang.present & mask) +
+                " joined twice: the same state is stepped twice at once; pass the state that a step returns to the next";
+    gang.members.push_back(std::move(member));
+    gang.present |= mask;
+    if (created) {
+      gang.what = what;
+      gang.limit_seconds = limit_seconds;
+      gang.deadline = Clock::now() + std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(limit_seconds));
+      changed_.notify_one();
+    }
+    if (problem.empty() && gang.present != (1u << kRanks) - 1) return {};
+    std::vector<GangMember> members = std::move(gang.members);
+    gangs_.erase(at);
+    lock.unlock();
+    if (problem.empty()) return members;
+    complete_all(members, {std::string(what) + ": " + problem});
+    return {};
+  }
+
+ private:
+  Gangs() {
+    std::thread([this] { watch(); }).detach();
+  }
+
+  void watch() {
+    std::unique_lock<std::mutex> lock(mutex_);
+    for (;;) {
+      const auto first = std::min_element(gangs_.begin(), gangs_.end(), [](const auto& a, const auto& b) {
+        return a.second.deadline < b.second.deadline;
+      });
+      if (first == gangs_.end()) {
+        changed_.wait(lock);
+      } else if (Clock::now() < first->second.deadline) {
+        changed_.wait_until(lock, Clock::time_point(first->second.deadline));
+      } else {
+        const Gang gang = std::move(first->second);
+        gangs_.erase(first);
+        lock.unlock();
+        const uint32_t missing = ~gang.present & ((1u << kRanks) - 1);
+        complete_all(gang.members, {gang.what + ": waited " + std::to_string(gang.limit_seconds) + " s, but rank(s) " +
+                               list_ranks(missing) +
+                               " never joined the step; run it inside shard_map over a mesh that carries all 8 ranks"});
+        lock.lock();
+      }
+    }
+  }
+
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  std::map<GangKey, Gang> gangs_;
+};
+
+}  // namespace
+
+bool GangKey::operator<(const GangKey& other) const {
+  return std::tie(run_id, state_id, epoch, digest) <
+         std::tie(other.run_id, other.state_id, other.epoch, other.digest);
+}
+
+void complete_all(const std::vector<GangMember>& members, const Status& status) {
+  for (const GangMember& member : members) run_detached([complete = member.complete, status] { complete(status); });
+}
+
+std::vector<GangMember> join_gang(const char* what, const GangKey& key, GangMember member, double limit_seconds) {
+  return Gangs::get().join(what, key, std::move(member), limit_seconds);
+}
+
+uint64_t hash_bytes(uint64_t seed, const void* data, size_t bytes) {
+  const auto* p = static_cast<const unsigned char*>(data);
+  for (size_t i = 0; i < bytes; ++i) seed = (seed ^ p[i]) * 0x100000001B3ull;
+  return seed;
+}
+
+}  // namespace muse

@@ -1,0 +1,46 @@
+// Where the devices of one step meet on the CPU backend.
+//
+// A handler may not block: XLA runs independent calls of different devices in different orders on few threads, and
+// blocking barriers deadlock. So each device's call joins a gang and returns a future; the last arrival does the work of
+// all ranks and completes everybody. A gang that stays incomplete for its time limit ends in an error that names the
+// missing ranks: no wait is unbounded.
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "ffi/comm/ranks.h"
+#include "ffi/ops/launch.h"
+
+namespace muse {
+
+// Calls that belong to the same execution of the same step. `digest` hashes what is equal on all devices by
+// construction (tokens, positions, attributes), so that two different steps can never be taken for one.
+struct GangKey {
+  int64_t run_id;
+  int64_t state_id;
+  int64_t epoch;
+  uint64_t digest;
+  bool operator<(const GangKey& other) const;
+};
+
+struct GangMember {
+  std::vector<int32_t> ranks;
+  std::shared_ptr<void> call;                   // the caller's own data
+  std::function<void(const Status&)> complete;  // called exactly once, through complete_all
+};
+
+// Completes every member, each on a thread of its own (see run_detached).
+void complete_all(const std::vector<GangMember>& members, const Status& status);
+
+// Joins; when the members' ranks are all of 0..7, returns them (the caller then works and completes each), otherwise
+// nothing. Ranks out of range or present twice complete all members of the gang with an error.
+std::vector<GangMember> join_gang(const char* what, const GangKey& key, GangMember member, double limit_seconds);
+
+// FNV-1a, for GangKey::digest.
+uint64_t hash_bytes(uint64_t seed, const void* data, size_t bytes);
+
+}  // namespace muse

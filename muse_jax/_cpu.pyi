@@ -1,0 +1,9 @@
+"""The compiled CPU module (ffi/bindings/module.cc)."""
+
+from typing import Any
+
+import numpy as np
+
+def handlers() -> dict[str, Any]: ...
+def rope_table(positions: int, theta: float) -> np.ndarray: ...
+def api_version() -> tuple[int, int]: ...

@@ -1,0 +1,27 @@
+"""The fused decode step: weights, state, rows, and the two custom calls."""
+
+from muse_jax.decode.hlo import custom_calls
+from muse_jax.decode.prefill import prefill, prefill_whole
+from muse_jax.decode.rows import MAX_ROWS, Rows, chain_rows, next_rows, tree_rows
+from muse_jax.decode.state import DecodeState, init_state
+from muse_jax.decode.step import StepOutput, Taps, decode_step, run_head, run_layers
+from muse_jax.decode.weights import DecodeWeights
+
+__all__ = [
+    "MAX_ROWS",
+    "DecodeState",
+    "DecodeWeights",
+    "Rows",
+    "StepOutput",
+    "Taps",
+    "chain_rows",
+    "custom_calls",
+    "decode_step",
+    "init_state",
+    "next_rows",
+    "prefill",
+    "prefill_whole",
+    "run_head",
+    "run_layers",
+    "tree_rows",
+]

@@ -1,0 +1,274 @@
+"""The fused decode step: two custom calls over the mesh, one for the layers and one for the head."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import PartitionSpec
+
+from muse_jax import _native  # noqa: F401  registers the handlers
+from muse_jax.config import MuseSparkConfig
+from muse_jax.decode import state as state_module
+from muse_jax.decode import weights as weights_module
+from muse_jax.decode.rows import MAX_ROWS, Rows, next_rows
+from muse_jax.decode.state import DecodeState
+from muse_jax.decode.weights import RANK, REPLICATED, DecodeWeights
+from muse_jax.mesh import AXIS
+
+LAYERS_TARGET = "muse_decode_layers_v1"
+HEAD_TARGET = "muse_decode_head_v1"
+
+# Operands of the layers call after the rows and before the weights, and the weights, in the order that
+# ffi/bindings/decode.cc reads them.
+_CACHES = ("k_full", "v_full", "k_ring", "v_ring")
+_WEIGHTS = tuple(n for n in weights_module.SPECS if n not in ("final_gain", "lm_head", "ranks"))
+
+_FULL, _ROPE, _NVFP4 = 1, 2, 4
+
+
+@dataclasses.dataclass(frozen=True)
+class Taps:
+    """Intermediate values of the layers that ran, n of them; inactive rows are zeros."""
+
+    residuals: jax.Array
+    """fp32 [n, 2, T, H]: the stream after attention and after the MoE."""
+    experts: jax.Array
+    """int32 [n, T, K]: chosen experts, largest key first."""
+    weights: jax.Array
+    """fp32 [n, T, K]: their weights."""
+
+
+jax.tree_util.register_dataclass(Taps, ["residuals", "experts", "weights"], [])
+
+
+@dataclasses.dataclass(frozen=True)
+class StepOutput:
+    """What the head says about T rows; inactive rows are zeros, token -1."""
+
+    logits: jax.Array
+    """fp32 [T, V], sharded over V."""
+    token: jax.Array
+    """int32 [T]: the greedy choice; ties go to the lowest id."""
+    nan: jax.Array
+    """bool [T]: the row's logits hold a NaN (then all of its logits are NaN)."""
+
+
+jax.tree_util.register_dataclass(StepOutput, ["logits", "token", "nan"], [])
+
+
+def run_layers(
+    weights: DecodeWeights,
+    state: DecodeState,
+    rows: Rows,
+    *,
+    layers: tuple[int, int] | None = None,
+    stream: jax.Array | None = None,
+    taps: bool = False,
+    wait_limit: float = 60.0,
+) -> tuple[jax.Array, DecodeState, Taps | None]:
+    """Embed the rows' tokens and run layers over them in one custom call; their K and V are written to the caches.
+
+    Args:
+        weights: packed weights.
+        state: caches and committed lengths. Donate it to the enclosing jit, or XLA copies the caches once.
+        rows: what to compute; committed lengths do not change.
+        layers: half-open range, all by default; a range that does not start at 0 continues from `stream`.
+        stream: fp32 [T, H], the residual stream before the first layer of such a range.
+        taps: also return intermediate values.
+        wait_limit: seconds after which a step that some device never joined ends in an error.
+
+    Returns:
+        (stream fp32 [T, H], state, taps or None).
+
+    Raises:
+        ValueError: shapes, dtypes or the range are wrong. Values (tokens, positions, ancestors, capacity) are checked
+        in the call before anything is written, and end in jax.errors.JaxRuntimeError.
+    """
+    config, mesh = weights.config, weights.mesh
+    begin, end = layers if layers is not None else (0, config.num_hidden_layers)
+    _check(config, weights, state, rows, begin, end, stream)
+    count = rows.token.shape[0]
+    if stream is None:
+        stream = jnp.zeros((count, config.hidden_size), jnp.float32)  # not read: layer 0 embeds
+    ran, k = end - begin, config.num_experts_per_tok
+
+    shape = jax.ShapeDtypeStruct
+    results: list[Any] = [shape((count, config.hidden_size), jnp.float32), shape((2,), jnp.int32)]
+    tap_shapes = (
+        [shape((ran, 2, count, config.hidden_size), jnp.float32), shape((ran, count, k), jnp.int32),
+         shape((ran, count, k), jnp.float32)]
+        if taps
+        else []
+    )  # fmt: skip
+
+    def call(*operands: jax.Array):
+        caches = operands[9:13]
+        call_results = results + [shape(c.shape, c.dtype) for c in caches] + tap_shapes
+        out = jax.ffi.ffi_call(
+            LAYERS_TARGET,
+            call_results,
+            input_output_aliases={8: 1, 9: 2, 10: 3, 11: 4, 12: 5},  # epoch and the four caches
+        )(
+            *operands,
+            dims=_dims(config, begin, end),
+            scalars=_scalars(config),
+            layer_kinds=_kinds(config),
+            taps=np.bool_(taps),
+            wait_limit=np.float32(wait_limit),
+        )
+        return tuple(out)
+
+    operands = {
+        "ranks": (weights.ranks, RANK), "token": (rows.token, REPLICATED), "sequence": (rows.sequence, REPLICATED),
+        "position": (rows.position, REPLICATED), "ancestors": (rows.ancestors, REPLICATED),
+        "lengths": (state.lengths, REPLICATED), "stream": (stream, REPLICATED), "rope": (state.rope, REPLICATED),
+        "epoch": (state.epoch, REPLICATED),
+        **{name: (getattr(state, name), state_module.SPECS[name]) for name in _CACHES},
+        **{name: (getattr(weights, name), weights_module.SPECS[name]) for name in _WEIGHTS},
+    }  # fmt: skip
+    with jax.named_scope("muse_decode_layers"):
+        out = jax.shard_map(
+            _refuse_vmap(call),
+            mesh=mesh,
+            in_specs=tuple(spec for _, spec in operands.values()),
+            out_specs=(REPLICATED, REPLICATED, RANK, RANK, RANK, RANK, *[REPLICATED] * len(tap_shapes)),
+            check_vma=False,
+        )(*(array for array, _ in operands.values()))
+    new_state = dataclasses.replace(state, epoch=out[1], **dict(zip(_CACHES, out[2:6], strict=True)))
+    return out[0], new_state, Taps(*out[6:]) if taps else None
+
+
+def run_head(
+    weights: DecodeWeights, state: DecodeState, rows: Rows, stream: jax.Array, *, wait_limit: float = 60.0
+) -> StepOutput:
+    """Final norm, vocabulary projection and argmax in one custom call.
+
+    Args:
+        weights, state, rows: as given to (and returned by) `run_layers`.
+        stream: fp32 [T, H] after the last layer.
+        wait_limit: as in `run_layers`.
+    """
+    config, mesh = weights.config, weights.mesh
+    count = stream.shape[0]
+
+    def call(ranks, stream, gain, lm_head, sequence, epoch):
+        local = ranks.shape[0]
+        logits, token, nan = jax.ffi.ffi_call(
+            HEAD_TARGET,
+            [
+                jax.ShapeDtypeStruct((local, count, config.vocab_size // 8), jnp.float32),
+                jax.ShapeDtypeStruct((count,), jnp.int32),
+                jax.ShapeDtypeStruct((count,), jnp.bool_),
+            ],
+        )(
+            ranks, stream, gain, lm_head, sequence, epoch,
+            vocab=np.int64(config.vocab_size), eps=np.float32(config.rms_norm_eps),
+            multiplier=np.float32(config.output_multiplier), cap=np.float32(config.final_logit_softcapping),
+            wait_limit=np.float32(wait_limit),
+        )  # fmt: skip
+        return jnp.swapaxes(logits, 0, 1).reshape(count, -1), token, nan
+
+    with jax.named_scope("muse_decode_head"):
+        out = jax.shard_map(
+            _refuse_vmap(call),
+            mesh=mesh,
+            in_specs=(RANK, REPLICATED, REPLICATED, RANK, REPLICATED, REPLICATED),
+            out_specs=(PartitionSpec(None, AXIS), REPLICATED, REPLICATED),
+            check_vma=False,
+        )(weights.ranks, stream, weights.final_gain, weights.lm_head, rows.sequence, state.epoch)
+    return StepOutput(*out)
+
+
+def decode_step(
+    weights: DecodeWeights, state: DecodeState, tokens: jax.Array, active: jax.Array | None = None
+) -> tuple[StepOutput, DecodeState]:
+    """One new token for every sequence: two custom calls.
+
+    Works under jit, scan, while_loop and fori_loop; donate `state`. Batch sequences through `init_state(batch=...)`,
+    not through vmap.
+
+    Args:
+        weights: packed weights.
+        state: the caches; every active sequence's committed length grows by one.
+        tokens: int32 [B].
+        active: bool [B]; inactive sequences cost nothing and keep their length. All active by default.
+
+    Returns:
+        (output with one row per sequence, state).
+    """
+    if tokens.shape != (state.batch,):
+        raise ValueError(f"tokens has shape {tokens.shape}, expected ({state.batch},): one token per sequence")
+    rows = next_rows(state.lengths, tokens, active)
+    stream, state, _ = run_layers(weights, state, rows)
+    output = run_head(weights, state, rows, stream)
+    grown = state.lengths + (1 if active is None else active.astype(jnp.int32))
+    return output, dataclasses.replace(state, lengths=grown)
+
+
+def _refuse_vmap(call):
+    """The fused step has its own batch; a vmap over it would silently run steps one after the other."""
+    wrapped = jax.custom_batching.custom_vmap(call)
+
+    @wrapped.def_vmap
+    def rule(axis_size, in_batched, *operands):
+        del axis_size, in_batched, operands
+        raise NotImplementedError(
+            "the fused decode step cannot be vmapped: give the sequences to one state with init_state(batch=...)"
+        )
+
+    return wrapped
+
+
+def _dims(c: MuseSparkConfig, begin: int, end: int) -> np.ndarray:
+    """Attribute `dims`; read_plan in ffi/bindings/decode.cc has the same order."""
+    return np.array(
+        [c.num_hidden_layers, c.hidden_size, c.num_attention_heads, c.num_key_value_heads, c.moe_hidden_size,
+         c.moe_intermediate_size, c.num_local_experts, c.num_experts_per_tok, c.vocab_size, c.sliding_window,
+         begin, end, c.activation_format == "nvfp4"],
+        np.int64,
+    )  # fmt: skip
+
+
+def _scalars(c: MuseSparkConfig) -> np.ndarray:
+    return np.array(
+        [c.rms_norm_eps, c.post_norm_eps, c.qk_scale_factor / 8, c.output_multiplier, c.routed_scaling_factor],
+        np.float32,
+    )
+
+
+def _kinds(c: MuseSparkConfig) -> np.ndarray:
+    return np.array(
+        [
+            _FULL * (kind == "full_attention") | _ROPE * (theta != 0) | _NVFP4 * (fmt == "nvfp4")
+            for kind, theta, fmt in zip(c.layer_types, c.layer_rope_theta, c.expert_formats, strict=True)
+        ],
+        np.int32,
+    )
+
+
+def _check(c: MuseSparkConfig, weights, state, rows, begin: int, end: int, stream) -> None:
+    count = rows.token.shape[0]
+    if not 1 <= count <= MAX_ROWS:
+        raise ValueError(f"a step has {count} rows, allowed: 1 to {MAX_ROWS}; split longer prompts into chunks")
+    for name, array, shape, dtype in (
+        ("rows.token", rows.token, (count,), jnp.int32),
+        ("rows.sequence", rows.sequence, (count,), jnp.int32),
+        ("rows.position", rows.position, (count,), jnp.int32),
+        ("rows.ancestors", rows.ancestors, (count, count), jnp.bool_),
+    ):
+        if array.shape != shape or array.dtype != dtype:
+            raise ValueError(f"{name} is {array.dtype}{list(array.shape)}, expected {dtype.__name__}{list(shape)}")
+    if not 0 <= begin <= end <= c.num_hidden_layers:
+        raise ValueError(f"layers is ({begin}, {end}), allowed: 0 <= begin <= end <= {c.num_hidden_layers}")
+    if begin and (stream is None or stream.shape != (count, c.hidden_size) or stream.dtype != jnp.float32):
+        given = "nothing" if stream is None else f"{stream.dtype}{list(stream.shape)}"
+        raise ValueError(f"layers from {begin} on need stream float32[{count}, {c.hidden_size}], got {given}")
+    heads = c.num_key_value_heads // 8
+    expected = (8, None, state.batch, heads, state_module.ring_slots(c.sliding_window), c.head_dim)
+    if any(e is not None and e != g for e, g in zip(expected, state.k_ring.shape, strict=True)):
+        raise ValueError(
+            f"the state's ring cache has shape {list(state.k_ring.shape)}, the weights' model needs {list(expected)}; "
+            "make the state with init_state of the same configuration"
+        )

@@ -1,0 +1,122 @@
+"""LanguageModel: one model ready to decode and to be checked. What `muse_jax.load` returns."""
+
+import functools
+import os
+from collections.abc import Mapping, Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+from tokenizers import Tokenizer
+
+from muse_jax import decode
+from muse_jax.config import MuseSparkConfig
+from muse_jax.decode import DecodeState, StepOutput
+from muse_jax.mesh import check_mesh, make_mesh
+from muse_jax.model.reference import Reference
+from muse_jax.tokenizer import TOKENIZER_FILE, load_tokenizer
+from muse_jax.weights import load as load_params
+from muse_jax.weights.repack import repack
+
+
+class LanguageModel:
+    """A configuration, parameters in the training layout, and the same weights packed for the fused step."""
+
+    def __init__(
+        self,
+        config: MuseSparkConfig,
+        params: Mapping[str, jax.Array],
+        mesh: Mesh | None = None,
+        tokenizer: Tokenizer | None = None,
+    ):
+        """Packs the parameters for the mesh.
+
+        Args:
+            config: the model.
+            params: flat parameters on the mesh (docs/architecture.md, "Parameters").
+            mesh: 1, 2, 4 or 8 devices; all that are available by default.
+            tokenizer: text <-> ids, optional.
+
+        Raises:
+            ValueError: parameters that do not fit the configuration (all are listed), or a mesh of another size.
+        """
+        self.config = config
+        self.params = dict(params)
+        self.mesh = make_mesh() if mesh is None else check_mesh(mesh)
+        self.tokenizer = tokenizer
+        self.weights = repack(config, self.params, self.mesh)
+        self._reference = Reference(config, self.mesh)
+        self._step = jax.jit(decode.decode_step, donate_argnames=("state",))
+
+    def init_state(self, *, batch: int = 1, capacity: int = 4096) -> DecodeState:
+        """Empty caches for `batch` sequences of up to `capacity` tokens (rounded up to a multiple of 16)."""
+        return decode.init_state(self.config, self.mesh, batch=batch, capacity=capacity)
+
+    def prefill(
+        self, state: DecodeState, prompts: Sequence[int] | Sequence[Sequence[int]], *, chunk: int = decode.MAX_ROWS
+    ) -> tuple[StepOutput, DecodeState]:
+        """Append one prompt per sequence; the old state is consumed.
+
+        Returns:
+            (output after each prompt's last token, one row per sequence, state).
+
+        Raises:
+            ValueError: ids out of range, capacity exceeded, wrong number of prompts.
+        """
+        flat = len(prompts) > 0 and isinstance(prompts[0], int | np.integer)
+        many: Sequence[Sequence[int]] = [prompts] if flat else prompts  # type: ignore[assignment, list-item]
+        return decode.prefill(self.weights, state, many, chunk=chunk)
+
+    def prefill_whole(
+        self, state: DecodeState, prompts: Sequence[int] | Sequence[Sequence[int]]
+    ) -> tuple[StepOutput, DecodeState]:
+        """As `prefill`, through the reference's whole-sequence forward: the same bits. The state must be empty."""
+        flat = len(prompts) > 0 and isinstance(prompts[0], int | np.integer)
+        many: Sequence[Sequence[int]] = [prompts] if flat else prompts  # type: ignore[assignment, list-item]
+        return decode.prefill_whole(self.config, state, many, functools.partial(self._reference.taps, self.params))
+
+    def decode_step(
+        self, state: DecodeState, tokens: jax.Array | Sequence[int], active: jax.Array | None = None
+    ) -> tuple[StepOutput, DecodeState]:
+        """One token for every sequence; see `muse_jax.decode.decode_step`. The old state is consumed.
+
+        Returns:
+            (output with one row per sequence, state).
+        """
+        tokens = jnp.asarray(tokens, jnp.int32)
+        if isinstance(tokens, jax.core.Tracer) or isinstance(state.epoch, jax.core.Tracer):
+            return decode.decode_step(self.weights, state, tokens, active)
+        output, state = self._step(self.weights, state, tokens, active)
+        if next(iter(self.mesh.devices.flat)).platform == "cpu":
+            # jaxlib before 0.12 hangs with more than 32 multi-device programs in flight on the CPU.
+            jax.block_until_ready(state.epoch)
+        return output, state
+
+    def reference(self, token_ids: jax.typing.ArrayLike) -> jax.Array:
+        """Logits fp32 [B, T, V] of whole sequences [B, T] by the expert-parallel reference; differentiable."""
+        return self._reference.forward(self.params, token_ids)
+
+    def reference_taps(self, token_ids: jax.typing.ArrayLike) -> dict[str, jax.Array]:
+        """The reference's intermediate arrays by name (docs/architecture.md, "The reference")."""
+        return self._reference.taps(self.params, token_ids)
+
+    def log_probs(self, token_ids: jax.typing.ArrayLike) -> jax.Array:
+        """fp32 [B, T-1]: log-probability of every token after the first, by the reference."""
+        return self._reference.log_probs(self.params, token_ids)
+
+
+def load(path: "str | os.PathLike[str]", *, mesh: Mesh | None = None) -> LanguageModel:
+    """Load a checkpoint folder: ours (Orbax) or Hugging Face's (safetensors).
+
+    Args:
+        path: the folder, with config.json; its tokenizer.json is used where present.
+        mesh: 1, 2, 4 or 8 devices; as many as available by default.
+
+    Raises:
+        CheckpointError: everything that is missing, damaged or of the wrong shape, in one error.
+    """
+    mesh = make_mesh() if mesh is None else check_mesh(mesh)
+    config, params = load_params(path, mesh)
+    has_tokenizer = os.path.exists(os.path.join(path, TOKENIZER_FILE))
+    return LanguageModel(config, params, mesh, load_tokenizer(path) if has_tokenizer else None)

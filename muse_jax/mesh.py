@@ -1,0 +1,107 @@
+"""Ranks and devices: the one mesh axis, and how arrays lie on it.
+
+There are always 8 ranks; a mesh of D devices gives each device 8/D consecutive ones (docs/architecture.md).
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+RANKS = 8
+AXIS = "rank"
+DEVICE_COUNTS = (8, 4, 2, 1)
+
+_WHY = "8 ranks are shared out evenly"
+_MORE_CPU_DEVICES = (
+    "for 8 CPU devices set XLA_FLAGS=--xla_force_host_platform_device_count=8 in the environment, or call "
+    "jax.config.update('jax_num_cpu_devices', 8), before JAX is first used"
+)
+
+
+def make_mesh(devices: "int | Sequence[Any] | None" = None) -> Mesh:
+    """A one-axis mesh named "rank".
+
+    Args:
+        devices: None for as many of `jax.devices()` as possible (the largest of 8, 4, 2, 1), one of these numbers for
+            the first so many, or the devices themselves, in rank order.
+
+    Raises:
+        ValueError: the number is not 1, 2, 4 or 8, or there are not so many devices, or one is named twice.
+    """
+    if devices is None:
+        available = jax.devices()
+        chosen = available[: next(count for count in DEVICE_COUNTS if count <= len(available))]
+    elif isinstance(devices, int | np.integer):
+        _check_count(devices)
+        available = jax.devices()
+        if devices > len(available):
+            raise ValueError(
+                f"devices: given {devices}, but JAX has {len(available)} ({available[0].platform}); "
+                f"ask for fewer, or {_MORE_CPU_DEVICES}"
+            )
+        chosen = available[:devices]
+    else:
+        chosen = list(devices)
+        _check_count(len(chosen))
+        if len(set(chosen)) != len(chosen):
+            raise ValueError(f"devices: given {chosen}, but each device may stand only once")
+    return _mesh(chosen)
+
+
+def _mesh(devices: Sequence[Any]) -> Mesh:
+    # Not jax.make_mesh: its axes are Explicit in newer releases, and it may permute the devices.
+    array = np.empty(len(devices), dtype=object)
+    array[:] = devices
+    return Mesh(array, (AXIS,), axis_types=(AxisType.Auto,))
+
+
+def _check_count(count: int) -> None:
+    if count not in DEVICE_COUNTS:
+        raise ValueError(f"devices: given {count}, allowed: 1, 2, 4 or 8 ({_WHY})")
+
+
+def check_mesh(mesh: Mesh) -> Mesh:
+    """The mesh in the form the library uses: axis "rank" with Auto type, same devices in the same order.
+
+    Args:
+        mesh: any mesh with one axis of 1, 2, 4 or 8 devices, whatever the axis's name and type.
+
+    Raises:
+        TypeError: not a mesh. ValueError: another number of axes or devices.
+    """
+    if not isinstance(mesh, Mesh):
+        raise TypeError(f"mesh: given a {type(mesh).__name__}, expected a jax.sharding.Mesh; make_mesh() makes one")
+    if mesh.devices.ndim != 1:
+        raise ValueError(
+            f"mesh: given axes {dict(mesh.shape)}, expected exactly one axis, '{AXIS}', of 1, 2, 4 or 8 devices; "
+            "make_mesh(list(mesh.devices.flat)) makes one"
+        )
+    if mesh.devices.size not in DEVICE_COUNTS:
+        raise ValueError(f"mesh: given {mesh.devices.size} devices, allowed: 1, 2, 4 or 8 ({_WHY})")
+    if mesh.axis_names == (AXIS,) and tuple(mesh.axis_types) == (AxisType.Auto,):
+        return mesh
+    return _mesh(list(mesh.devices.flat))
+
+
+def ranks_per_device(mesh: Mesh) -> int:
+    """How many consecutive ranks each device of the mesh holds: 8, 4, 2 or 1."""
+    return RANKS // check_mesh(mesh).devices.size
+
+
+def rank_sharding(mesh: Mesh) -> NamedSharding:
+    """Leading axis (a multiple of 8) spread over the ranks."""
+    return NamedSharding(check_mesh(mesh), PartitionSpec(AXIS))
+
+
+def replicated(mesh: Mesh) -> NamedSharding:
+    """The same array on every device."""
+    return NamedSharding(check_mesh(mesh), PartitionSpec())
+
+
+def ranks_array(mesh: Mesh) -> jax.Array:
+    """int32 [8], 0..7, sharded: the operand from which a handler learns which ranks its device holds."""
+    ranks = np.arange(RANKS, dtype=np.int32)
+    return jax.make_array_from_callback(ranks.shape, rank_sharding(mesh), lambda index: ranks[index])

@@ -1,0 +1,181 @@
+"""Parity: decode a text step by step, run the reference over the same text, compare every tap byte for byte."""
+
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from muse_jax.decode import DecodeState, DecodeWeights, StepOutput, Taps, init_state, next_rows, prefill, run_head, run_layers
+from muse_jax.decode.state import ring_slots
+
+if TYPE_CHECKING:
+    from muse_jax.language_model import LanguageModel
+
+LAYER_TAPS = ("k", "v", "post_attention_residual", "router_experts", "router_weights", "post_feedforward_residual")
+
+
+@dataclasses.dataclass(frozen=True)
+class TapDifference:
+    """One tap compared over all positions that both sides hold."""
+
+    tap: str
+    """`layers.3.post_attention_residual`, `logits`, ..."""
+    bytes: int
+    """Bytes compared."""
+    differing_bytes: int
+    first_position: int | None
+    """First sequence position with a difference."""
+    max_ulp: int
+    """Largest difference in units in the last place (for expert ids: in ids)."""
+
+
+@dataclasses.dataclass(frozen=True)
+class ParityReport:
+    """All taps in the order of computation."""
+
+    taps: list[TapDifference]
+    tokens: list[int]
+    """The text that was compared: prompt and generated ids."""
+    prompt_length: int
+
+    @property
+    def differing_bytes(self) -> int:
+        """Over all taps; 0 is parity."""
+        return sum(t.differing_bytes for t in self.taps)
+
+    @property
+    def bytes(self) -> int:
+        """Bytes compared over all taps."""
+        return sum(t.bytes for t in self.taps)
+
+    @property
+    def first(self) -> TapDifference | None:
+        """The first differing tap in the order of computation, which is where to look."""
+        return next((t for t in self.taps if t.differing_bytes), None)
+
+
+def parity(
+    model: "LanguageModel",
+    token_ids: Sequence[int],
+    *,
+    steps: int = 0,
+    weights: DecodeWeights | None = None,
+    chunk: int = 64,
+) -> ParityReport:
+    """Compare the fused decode path with the reference on one sequence.
+
+    Args:
+        model: a loaded model.
+        token_ids: the prompt; it goes through chunked prefill.
+        steps: tokens to decode greedily after it, one per step.
+        weights: packed weights of the decoding side, `model.weights` by default (tests flip a bit in them).
+        chunk: rows per prefill step.
+
+    Raises:
+        ValueError: empty prompt, ids out of range, too many positions.
+    """
+    config = model.config
+    if not len(token_ids) or steps < 0:
+        raise ValueError(f"parity needs at least one token id and steps >= 0, got {len(token_ids)} ids and steps {steps}")
+    total = len(token_ids) + steps
+    state = init_state(config, model.mesh, capacity=total)
+    decoded, tokens, state = _decode(weights or model.weights, state, list(token_ids), steps, chunk)
+    decoded |= dict(_cached(config, state, total))
+    reference = {k: np.asarray(v)[0] for k, v in model.reference_taps(np.asarray([tokens], np.int32)).items()}
+    return ParityReport(
+        taps=list(compare(decoded, reference, config.num_hidden_layers)), tokens=tokens, prompt_length=len(token_ids)
+    )
+
+
+def compare(
+    decoded: Mapping[str, np.ndarray], reference: Mapping[str, np.ndarray], layers: int
+) -> Iterator[TapDifference]:
+    """Taps of both sides, [T, ...] each, in the order of computation; decoded taps may hold only the last positions."""
+    names = [f"layers.{i}.{tap}" for i in range(layers) for tap in LAYER_TAPS] + ["logits"]
+    for name in names:
+        mine, theirs = decoded[name], reference[name]
+        yield difference(name, mine, theirs[len(theirs) - len(mine) :], len(theirs) - len(mine))
+
+
+def difference(tap: str, a: np.ndarray, b: np.ndarray, first_position: int = 0) -> TapDifference:
+    """Compare two arrays [T, ...] of one dtype; position 0 of the arrays is `first_position` of the sequence."""
+    if a.shape != b.shape or a.dtype != b.dtype:
+        raise ValueError(f"{tap}: cannot compare {a.dtype}{list(a.shape)} with {b.dtype}{list(b.shape)}")
+    raw_a = np.ascontiguousarray(a).view(np.uint8).reshape(len(a), -1)
+    raw_b = np.ascontiguousarray(b).view(np.uint8).reshape(len(b), -1)
+    differs = raw_a != raw_b
+    where = np.flatnonzero(differs.any(axis=1))
+    return TapDifference(
+        tap=tap,
+        bytes=raw_a.size,
+        differing_bytes=int(differs.sum()),
+        first_position=int(where[0]) + first_position if len(where) else None,
+        max_ulp=int(np.abs(_ordered(a) - _ordered(b)).max(initial=0)),
+    )
+
+
+def _ordered(x: np.ndarray) -> np.ndarray:
+    """Bit patterns as integers that count representable values in order, so that a difference is in ulps."""
+    if x.dtype == np.int32:
+        return x.astype(np.int64)
+    bits = np.ascontiguousarray(x).view({2: np.int16, 4: np.int32}[x.dtype.itemsize]).astype(np.int64)
+    return np.where(bits < 0, -(bits & (2 ** (8 * x.dtype.itemsize - 1) - 1)), bits)
+
+
+def _decode(
+    weights: DecodeWeights, state: DecodeState, prompt: list[int], steps: int, chunk: int
+) -> tuple[dict[str, np.ndarray], list[int], DecodeState]:
+    """Chunked prefill, then greedy steps; the taps of every position."""
+    parts: list[dict[str, np.ndarray]] = []
+    logits: list[np.ndarray] = []
+
+    def record(rows: int, taps: Taps, output: StepOutput) -> None:
+        parts.append(_layer_taps(taps, rows))
+        logits.append(np.asarray(output.logits)[:rows])
+
+    output, state = prefill(weights, state, [prompt], chunk=chunk, on_chunk=record)
+    tokens = list(prompt)
+    step = jax.jit(_tapped_step, donate_argnames=("state",))
+    for _ in range(steps):
+        tokens.append(int(output.token[0]))
+        output, state, taps = step(weights, state, output.token)
+        record(1, taps, output)
+    joined = {name: np.concatenate([p[name] for p in parts]) for name in parts[0]}
+    return joined | {"logits": np.concatenate(logits)}, tokens, state
+
+
+def _tapped_step(weights: DecodeWeights, state: DecodeState, token: jax.Array):
+    rows = next_rows(state.lengths, token)
+    stream, state, taps = run_layers(weights, state, rows, taps=True)
+    output = run_head(weights, state, rows, stream)
+    return output, dataclasses.replace(state, lengths=state.lengths + jnp.int32(1)), taps
+
+
+def _layer_taps(taps: Taps, rows: int) -> dict[str, np.ndarray]:
+    """By name, the first `rows` rows."""
+    residuals, experts, weights = (np.asarray(a) for a in (taps.residuals, taps.experts, taps.weights))
+    out = {}
+    for i in range(len(residuals)):
+        out[f"layers.{i}.post_attention_residual"] = residuals[i, 0, :rows]
+        out[f"layers.{i}.post_feedforward_residual"] = residuals[i, 1, :rows]
+        out[f"layers.{i}.router_experts"] = experts[i, :rows]
+        out[f"layers.{i}.router_weights"] = weights[i, :rows]
+    return out
+
+
+def _cached(config, state: DecodeState, length: int) -> Iterator[tuple[str, np.ndarray]]:
+    """K and V of sequence 0 by position, [positions, kv heads, 64]; sliding layers hold the last ring of them."""
+    caches = {name: np.asarray(getattr(state, name)) for name in ("k_full", "v_full", "k_ring", "v_ring")}
+    index = {"full": 0, "ring": 0}
+    ring = ring_slots(config.sliding_window)
+    for layer, kind_name in enumerate(config.layer_types):
+        kind = "full" if kind_name == "full_attention" else "ring"
+        positions = np.arange(0 if kind == "full" else max(0, length - ring), length)
+        slots = positions if kind == "full" else positions % ring
+        for name in ("k", "v"):
+            own = caches[f"{name}_{kind}"][:, index[kind], 0][:, :, slots]  # [8, kv/8, positions, 64]
+            yield f"layers.{layer}.{name}", own.reshape(-1, *own.shape[2:]).swapaxes(0, 1)
+        index[kind] += 1

@@ -1,0 +1,41 @@
+"""Names <-> arrays: import, export, save, restore and random weights."""
+
+import os
+from pathlib import Path
+
+from jax.sharding import Mesh
+
+from muse_jax.config import MuseSparkConfig
+from muse_jax.errors import CheckpointError
+from muse_jax.weights import orbax_io
+from muse_jax.weights.names import Params, ParamSpec, check_params, parameter_specs, stored_formats
+from muse_jax.weights.orbax_io import restore, save
+from muse_jax.weights.random import random_params
+from muse_jax.weights.safetensors_io import export_hf, import_hf
+
+__all__ = [
+    "ParamSpec", "Params", "check_params", "export_hf", "import_hf", "load", "parameter_specs", "random_params",
+    "restore", "save", "stored_formats",
+]  # fmt: skip
+
+
+def load(path: "str | os.PathLike[str]", mesh: Mesh | None = None) -> tuple[MuseSparkConfig, Params]:
+    """Loads a checkpoint folder, ours or Hugging Face's, onto a mesh (default: `make_mesh()`).
+
+    Returns:
+        (config, params): params as in `parameter_specs`, with its shardings.
+
+    Raises:
+        CheckpointError: neither kind of folder, or what `restore` or `import_hf` say.
+    """
+    folder = Path(path)
+    if not folder.is_dir():
+        raise CheckpointError(f"cannot load {folder}", ["no such folder; check the path"])
+    if orbax_io.is_ours(folder):
+        return restore(folder, mesh)
+    if any(folder.glob("*.safetensors*")):
+        return import_hf(folder, mesh)
+    raise CheckpointError(
+        f"cannot load {folder}",
+        ["neither our params/ nor any *.safetensors in it; give the folder that holds the model's config.json"],
+    )
