@@ -1,3 +1,23 @@
-"""muse-jax: bit-exact decoding of Muse Spark Open with JAX."""
+"""muse-jax: Muse Spark Open decoded in JAX at the speed of memory, with the bits of an expert-parallel reference."""
+
+from muse_jax.config import MuseSparkConfig
+from muse_jax.errors import CheckpointError, ConfigError
+from muse_jax.generate import Generation, generate
+from muse_jax.language_model import LanguageModel, load
+from muse_jax.mesh import make_mesh
+from muse_jax.parity import ParityReport, parity
 
 __version__ = "0.1.0"
+
+__all__ = [
+    "CheckpointError",
+    "ConfigError",
+    "Generation",
+    "LanguageModel",
+    "MuseSparkConfig",
+    "ParityReport",
+    "generate",
+    "load",
+    "make_mesh",
+    "parity",
+]

@@ -125,6 +125,38 @@ def _ordered(x: np.ndarray) -> np.ndarray:
     return np.where(bits < 0, -(bits & (2 ** (8 * x.dtype.itemsize - 1) - 1)), bits)
 
 
+def flip_bit(params: Mapping[str, jax.Array], spec: str) -> tuple[dict[str, jax.Array], str]:
+    """A copy of the parameters with one bit of one element flipped; proves that the comparison can fail.
+
+    Args:
+        params: flat parameters.
+        spec: "NAME", "NAME:ELEMENT" or "NAME:ELEMENT:BIT"; element 0 (flat index) and the highest bit below sign and
+            exponent of a bf16 (bit 6) by default.
+
+    Returns:
+        (parameters, what was done in words).
+
+    Raises:
+        ValueError: no such parameter, element or bit.
+    """
+    name, _, rest = spec.partition(":")
+    element_text, _, bit_text = rest.partition(":")
+    if name not in params:
+        raise ValueError(f"--flip-bit: no parameter {name!r}; for example {next(n for n in params if 'o_proj' in n)!r}")
+    try:
+        element, bit = int(element_text or 0), int(bit_text or 6)
+    except ValueError:
+        raise ValueError(f"--flip-bit: given {spec!r}, expected NAME[:ELEMENT[:BIT]] with whole numbers") from None
+    array = np.array(params[name])
+    width = 8 * array.dtype.itemsize
+    if not 0 <= element < array.size or not 0 <= bit < width:
+        raise ValueError(f"--flip-bit: {name} has elements 0 to {array.size - 1} and bits 0 to {width - 1}, given {spec!r}")
+    raw = array.reshape(-1).view(np.uint8)
+    raw[element * array.dtype.itemsize + bit // 8] ^= 1 << bit % 8
+    flipped = jax.device_put(array, params[name].sharding)
+    return {**params, name: flipped}, f"bit {bit} of element {element} of {name}"
+
+
 def _decode(
     weights: DecodeWeights, state: DecodeState, prompt: list[int], steps: int, chunk: int
 ) -> tuple[dict[str, np.ndarray], list[int], DecodeState]:

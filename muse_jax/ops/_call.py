@@ -61,7 +61,7 @@ def check_multiple(op: str, name: str, size: int, of: int) -> None:
 
 def scalar(op: str, name: str, x: Any, dtype: np.dtype) -> Array:
     """A scalar operand; Python and NumPy numbers are taken too."""
-    if not hasattr(x, "dtype"):
+    if isinstance(x, bool | int | float | np.generic):
         x = np.asarray(x, dtype)
     check_dtype(op, name, x, dtype)
     check_shape(op, name, x)

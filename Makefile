@@ -1,0 +1,50 @@
+# `make demo` and `make test` need nothing before them: each makes its virtual environment, installs and builds.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+SOURCES := $(shell find ffi -type f) CMakeLists.txt pyproject.toml
+
+.PHONY: demo test lint test-matrix clean
+.DELETE_ON_ERROR:
+
+# Editable: Python files are used as they are, and this stamp rebuilds the C++ when it changes.
+$(VENV)/installed: $(SOURCES)
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable .
+	touch $@
+
+$(VENV)/tools: $(VENV)/installed
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable ".[test,lint,plot]"
+	touch $@
+
+checkpoints/tiny/config.json: checkpoints/make_tiny.py | $(VENV)/installed
+	$(BIN)/python checkpoints/make_tiny.py checkpoints/tiny
+
+demo: $(VENV)/installed checkpoints/tiny/config.json
+	$(BIN)/muse-jax generate checkpoints/tiny --max-new-tokens 32 --check
+
+lint: $(VENV)/tools
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/clang-format --dry-run --Werror $$(git ls-files 'ffi/*.h' 'ffi/*.cc' 'ffi/*.cu' 'ffi/*.cuh')
+	$(BIN)/pyright --pythonpath $(BIN)/python
+
+test: $(VENV)/tools checkpoints/tiny/config.json lint
+	$(BIN)/python -m pytest -n 2 --dist loadfile
+
+# The oldest supported pair, the release that GPU machines have, and the newest.
+PYTHON312 ?= $(firstword $(wildcard $(HOME)/.pyenv/versions/3.12.*/bin/python) python3.12)
+test-matrix:
+	$(MAKE) .matrix/py311-jax0.10.2 MATRIX_PYTHON="$(PYTHON)" MATRIX_JAX="jax==0.10.2 jaxlib==0.10.2"
+	$(MAKE) .matrix/py312-jax0.11.2 MATRIX_PYTHON="$(PYTHON312)" MATRIX_JAX="jax==0.11.2 jaxlib==0.11.2"
+	$(MAKE) .matrix/py312-newest MATRIX_PYTHON="$(PYTHON312)" MATRIX_JAX="jax<0.13 jaxlib<0.13"
+
+.PHONY: .matrix/py311-jax0.10.2 .matrix/py312-jax0.11.2 .matrix/py312-newest
+.matrix/%: checkpoints/tiny/config.json
+	test -x $@/bin/python || $(MATRIX_PYTHON) -m venv $@
+	$@/bin/python -m pip install --quiet --disable-pip-version-check $(foreach p,$(MATRIX_JAX),"$(p)") --editable ".[test]"
+	$@/bin/python -c "import sys, jax; print('Python', sys.version.split()[0], 'jax', jax.__version__)"
+	$@/bin/python -m pytest -n 2 --dist loadfile
+
+clean:
+	rm -rf $(VENV) .matrix build checkpoints/tiny

@@ -1,0 +1,132 @@
+"""Command line: thin wrappers around the library, for people at a terminal."""
+
+import os
+from pathlib import Path
+from typing import Annotated
+
+import jax
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from muse_jax import decode
+from muse_jax.generate import generate as run_generate
+from muse_jax.language_model import LanguageModel, load
+from muse_jax.mesh import RANKS, make_mesh
+from muse_jax.parity import ParityReport, flip_bit
+from muse_jax.parity import parity as run_parity
+from muse_jax.weights.repack import repack
+
+app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, help=__doc__)
+out = Console(soft_wrap=True, highlight=False)
+err = Console(stderr=True, soft_wrap=True, highlight=False)
+
+Checkpoint = Annotated[Path, typer.Argument(help="Checkpoint folder: ours (Orbax) or Hugging Face (safetensors).")]
+Devices = Annotated[
+    int | None, typer.Option(help="Devices that carry the 8 ranks: 1, 2, 4 or 8. Default: as many as there are; on a CPU 8.")
+]
+Prompt = Annotated[str, typer.Option(help="Text, encoded by the checkpoint's tokenizer.")]
+
+DEFAULT_PROMPT = "def decode(state, tokens):"
+
+
+def _load(checkpoint: Path, devices: int | None) -> LanguageModel:
+    os.environ.setdefault("PJRT_NPROC", "64")  # jaxlib before 0.12 hangs when many CPU programs are in flight
+    jax.config.update("jax_num_cpu_devices", devices or RANKS)  # only read by the CPU backend
+    return load(checkpoint, mesh=make_mesh(devices))
+
+
+def _encode(model: LanguageModel, prompt: str) -> list[int]:
+    if model.tokenizer is None:
+        raise ValueError("this checkpoint has no tokenizer.json; copy the model's into the folder")
+    return model.tokenizer.encode(prompt).ids or [model.config.bos_token_id]
+
+
+def _verdict(report: ParityReport) -> str:
+    return (
+        f"differing bytes: {report.differing_bytes} of {report.bytes:,} compared with the expert-parallel reference "
+        f"({len(report.tokens)} positions)"
+    )
+
+
+def _calls_per_step(model: LanguageModel) -> str:
+    state = model.init_state(capacity=16)
+    step = jax.jit(decode.decode_step, donate_argnames=("state",))
+    compiled = step.lower(model.weights, state, jax.numpy.zeros(1, jax.numpy.int32)).compile()
+    calls = decode.custom_calls(compiled)
+    return f"{sum(calls.values())} ({', '.join(sorted(calls))}), counted in the compiled HLO"
+
+
+@app.command()
+def generate(
+    checkpoint: Checkpoint,
+    prompt: Prompt = DEFAULT_PROMPT,
+    max_new_tokens: Annotated[int, typer.Option(help="Tokens to generate at most.")] = 64,
+    devices: Devices = None,
+    check: Annotated[bool, typer.Option("--check", help="Also compare the text's every tap with the reference.")] = False,
+) -> None:
+    """Continue a prompt greedily with the fused decode step."""
+    model = _load(checkpoint, devices)
+    ids = _encode(model, prompt)
+    result = run_generate(model, ids, max_new_tokens=max_new_tokens)
+    assert model.tokenizer is not None
+    mesh_devices = model.mesh.devices.flat
+    table = Table.grid(padding=(0, 2))
+    table.add_row("prompt", repr(prompt))
+    table.add_row("generated", repr(model.tokenizer.decode(result.tokens[0])))
+    table.add_row("token ids", " ".join(map(str, result.tokens[0])))
+    table.add_row("finished by", result.finish_reasons[0])
+    table.add_row("devices", f"{len(mesh_devices)} x {mesh_devices[0].device_kind}, {RANKS} ranks")
+    table.add_row("custom calls per step", _calls_per_step(model))
+    out.print(table)
+    if check:
+        report = run_parity(model, ids + result.tokens[0][:-1], chunk=len(ids))
+        out.print(_verdict(report))
+        raise typer.Exit(1 if report.differing_bytes else 0)
+
+
+@app.command()
+def parity(
+    checkpoint: Checkpoint,
+    prompt: Prompt = DEFAULT_PROMPT,
+    steps: Annotated[int, typer.Option(help="Tokens to decode one by one after the prompt.")] = 64,
+    devices: Devices = None,
+    flip: Annotated[
+        str | None,
+        typer.Option(
+            "--flip-bit",
+            metavar="NAME[:ELEMENT[:BIT]]",
+            help="For testing the test: flip one bit of this parameter on the decoding side only.",
+        ),
+    ] = None,
+) -> None:
+    """Run decode and reference side by side; exit code 1 if a single byte differs."""
+    model = _load(checkpoint, devices)
+    weights = model.weights
+    if flip is not None:
+        params, described = flip_bit(model.params, flip)
+        weights = repack(model.config, params, model.mesh)
+        out.print(f"flipped on the decoding side: {described}")
+    report = run_parity(model, _encode(model, prompt), steps=steps, weights=weights)
+    table = Table("tap", "bytes", "differing", "first position", "max ulp")
+    for tap in report.taps:
+        position = "" if tap.first_position is None else str(tap.first_position)
+        table.add_row(tap.tap, f"{tap.bytes:,}", str(tap.differing_bytes), position, str(tap.max_ulp))
+    out.print(table)
+    if report.first is not None:
+        out.print(f"first difference: {report.first.tap}, position {report.first.first_position}")
+    out.print(_verdict(report))
+    raise typer.Exit(1 if report.differing_bytes else 0)
+
+
+def main() -> None:
+    """Entry point: an error that the library explains is printed without a traceback, exit code 2."""
+    try:
+        app()
+    except (ValueError, OSError, jax.errors.JaxRuntimeError) as error:
+        err.print(f"muse-jax: {error}", markup=False)
+        raise SystemExit(2) from None
+
+
+if __name__ == "__main__":
+    main()
