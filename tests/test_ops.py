@@ -311,7 +311,7 @@ def expert_by_expert(x: np.ndarray, chosen: np.ndarray, expert: moe.Expert, loca
 @settings(some, max_examples=8)
 @given(seeds, st.integers(1, 12), st.sampled_from([(6, 3), (4, 4), (9, 2)]))
 def test_expert_ffn(seed: int, t: int, sizes: tuple[int, int]) -> None:
-    rng, (experts, slots), m, i = np.random.default_rng(seed), sizes, 128, 256
+    rng, experts, m, i = np.random.default_rng(seed), sizes[0], 128, 256
     x, chosen = wild(rng, t, m), choices(rng, t, *sizes)
     weights = {
         "gate_up_proj": normal(rng, experts, 2 * i, m, scale=0.1),

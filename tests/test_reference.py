@@ -41,7 +41,8 @@ def drawn(seed: int) -> tuple[MuseSparkConfig, np.ndarray]:
         num_attention_heads=key_heads * int(rng.integers(1, 3)),
         moe_hidden_size=int(rng.choice([128, 256])), moe_intermediate_size=int(rng.choice([128, 256])),
         num_local_experts=8 * int(rng.integers(1, 3)), num_experts_per_tok=int(rng.integers(1, 6)),
-        sliding_window=int(rng.integers(1, 12)), layer_types=tuple(rng.permutation(([SLIDING, FULL] * 2)[:layers]).tolist()),
+        sliding_window=int(rng.integers(1, 12)),
+        layer_types=tuple(rng.permutation(([SLIDING, FULL] * 2)[:layers]).tolist()),
         layer_rope_theta=tuple(rng.permutation([base, 0.0, base][:layers]).tolist()),
         expert_formats=tuple(rng.permutation((["bf16", "nvfp4"] * 2)[:layers]).tolist()),
         activation_format="bf16" if seed % 2 else "nvfp4", routed_scaling_factor=float(rng.choice([1.0, 2.5])),
@@ -235,11 +236,11 @@ def test_wrong_parameters():
     params = random_params(config, 13, make_mesh(1))
     with pytest.raises(ValueError, match="at least \\[1, 2\\]"):
         run.log_probs(params, [[1]])
-    with pytest.raises(ValueError, match="norm.weight: missing"):
+    with pytest.raises(ValueError, match=r"norm\.weight: missing"):
         run.forward({k: v for k, v in params.items() if k != "norm.weight"}, [[1]])
-    with pytest.raises(ValueError, match="norm.weight: missing"):
+    with pytest.raises(ValueError, match=r"norm\.weight: missing"):
         build(config, {k: v for k, v in params.items() if k != "norm.weight"})
-    with pytest.raises(ValueError, match="norm.weight: expected bfloat16 \\[128\\], found float32"):
+    with pytest.raises(ValueError, match=r"norm\.weight: expected bfloat16 \[128\], found float32"):
         run.forward(params | {"norm.weight": jnp.zeros(128)}, [[1]])
 
 
@@ -259,7 +260,7 @@ def likeness(x: np.ndarray, y: np.ndarray) -> float:
 
 @pytest.fixture(scope="module")
 def gradient_case():
-    config = small(qk_scale_factor=1.5)
+    config = small(activation_format="bf16")  # W4A16: rounding noise stays small
     tokens = np.random.default_rng(14).integers(0, config.vocab_size, (2, 13))
     return config, tokens, gradients(config, 8, random_params(config, 14, make_mesh(8)), tokens)
 
@@ -291,8 +292,7 @@ def test_gradients_are_those_of_a_smooth_model(gradient_case):
     smooth = jax.jit(jax.grad(loss))(weights)
     for name, g in smooth.items():
         if "e_score_correction_bias" not in name:
-            bound = 0.75 if ".1." in name else 0.9
-            assert likeness(found[name], np.asarray(g, np.float64)) > bound, (name, likeness(found[name], np.asarray(g)))
+            assert likeness(found[name], np.asarray(g)) > 0.96, (name, likeness(found[name], np.asarray(g)))
 
     rng = np.random.default_rng(15)
     for name in ("embed_tokens.weight", "layers.0.mlp.gate.weight", "layers.1.self_attn.k_proj.weight"):

@@ -20,8 +20,8 @@ ffi::Error router_impl(Stream stream, Bf16 h, F32 w, F32 bias, ffi::Result<S32> 
     Check check("router");
     check.rank("h", h, 2).rank("w", w, 2).rank("experts", *experts, 2);
     if (!check.ok()) return check.error();
-    const Router op{h.dimensions()[0], h.dimensions()[1], w.dimensions()[0], experts->dimensions()[1],
-                    multiplier,        scaling};
+    const Router op{h.dimensions()[0],        h.dimensions()[1], w.dimensions()[0],
+                    experts->dimensions()[1], multiplier,        scaling};
     check.multiple("the hidden size", op.hidden, 128)
         .shape("w", w, {op.experts, op.hidden})
         .shape("bias", bias, {op.experts})
@@ -91,8 +91,8 @@ ffi::Error expert_ffn_impl(Stream stream, Bf16 x, S32 experts, ScalarS32 first, 
     check.shape("w13", w13, {op.local, 2 * op.intermediate, op.model})
         .shape("w2", w2, {op.local, op.model, op.intermediate});
     if (!check.ok()) return check.error();
-    return to_error(expert_ffn(stream, op, bits(x), experts.typed_data(), first.typed_data(), bits(w13), bits(w2),
-                               bits(f)));
+    return to_error(
+        expert_ffn(stream, op, bits(x), experts.typed_data(), first.typed_data(), bits(w13), bits(w2), bits(f)));
   });
 }
 
@@ -116,8 +116,7 @@ ffi::Error expert_ffn_nvfp4_impl(Stream stream, Bf16 x, S32 experts, ScalarS32 f
                                w2_scale_2.typed_data(),
                                input_scales.typed_data(),
                                quantize_activations};
-    return to_error(
-        expert_ffn_nvfp4(stream, op, bits(x), experts.typed_data(), first.typed_data(), weights, bits(f)));
+    return to_error(expert_ffn_nvfp4(stream, op, bits(x), experts.typed_data(), first.typed_data(), weights, bits(f)));
   });
 }
 
@@ -127,15 +126,14 @@ ffi::Error combine_impl(Stream stream, Bf16 f, F32 weights, S32 experts, Bf16 ga
     if (!check.rank("f", f, 3).ok()) return check.error();
     const Combine op{f.dimensions()[0], f.dimensions()[1], f.dimensions()[2], eps};
     check.multiple("the MoE hidden size", op.columns, 128)
-        .that(op.slots <= kRouterMaxSlots, std::to_string(op.slots) + " experts per token, expected at most " +
-                                               std::to_string(kRouterMaxSlots))
+        .that(op.slots <= kRouterMaxSlots,
+              std::to_string(op.slots) + " experts per token, expected at most " + std::to_string(kRouterMaxSlots))
         .shape("weights", weights, {op.rows, op.slots})
         .shape("experts", experts, {op.rows, op.slots})
         .shape("gain", gain, {op.columns})
         .shape("x", *x, {op.rows, op.columns});
     if (!check.ok()) return check.error();
-    return to_error(
-        combine(stream, op, bits(f), weights.typed_data(), experts.typed_data(), bits(gain), bits(x)));
+    return to_error(combine(stream, op, bits(f), weights.typed_data(), experts.typed_data(), bits(gain), bits(x)));
   });
 }
 
@@ -150,21 +148,13 @@ XLA_FFI_DEFINE_HANDLER(kRouter, router_impl,
                            .Ret<F32>()
                            .Attr<float>("multiplier")
                            .Attr<float>("scaling"));
+XLA_FFI_DEFINE_HANDLER(kQuantize, quantize_impl,
+                       ffi::Ffi::Bind().Ctx<StreamContext>().Arg<Bf16>().Arg<Scalar>().Ret<U8>().Ret<ffi::AnyBuffer>());
+XLA_FFI_DEFINE_HANDLER(kQuantizeWeight, quantize_weight_impl,
+                       ffi::Ffi::Bind().Ctx<StreamContext>().Arg<Bf16>().Ret<U8>().Ret<ffi::AnyBuffer>().Ret<F32>());
 XLA_FFI_DEFINE_HANDLER(
-    kQuantize, quantize_impl,
-    ffi::Ffi::Bind().Ctx<StreamContext>().Arg<Bf16>().Arg<Scalar>().Ret<U8>().Ret<ffi::AnyBuffer>());
-XLA_FFI_DEFINE_HANDLER(
-    kQuantizeWeight, quantize_weight_impl,
-    ffi::Ffi::Bind().Ctx<StreamContext>().Arg<Bf16>().Ret<U8>().Ret<ffi::AnyBuffer>().Ret<F32>());
-XLA_FFI_DEFINE_HANDLER(kExpertFfn, expert_ffn_impl,
-                       ffi::Ffi::Bind()
-                           .Ctx<StreamContext>()
-                           .Arg<Bf16>()
-                           .Arg<S32>()
-                           .Arg<ScalarS32>()
-                           .Arg<Bf16>()
-                           .Arg<Bf16>()
-                           .Ret<Bf16>());
+    kExpertFfn, expert_ffn_impl,
+    ffi::Ffi::Bind().Ctx<StreamContext>().Arg<Bf16>().Arg<S32>().Arg<ScalarS32>().Arg<Bf16>().Arg<Bf16>().Ret<Bf16>());
 XLA_FFI_DEFINE_HANDLER(kExpertFfnNvfp4, expert_ffn_nvfp4_impl,
                        ffi::Ffi::Bind()
                            .Ctx<StreamContext>()

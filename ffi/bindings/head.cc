@@ -3,7 +3,6 @@
 
 #include "ffi/bindings/handler.h"
 #include "ffi/bindings/registry.h"
-#include "ffi/ops/numerics/numerics.h"
 
 namespace muse::bindings {
 namespace {
@@ -29,58 +28,7 @@ ffi::Error log_prob_impl(Stream stream, F32 logits, S32 token, ffi::Result<F32> 
     const int64_t rows = logits.dimensions()[0], vocabulary = logits.dimensions()[1];
     check.multiple("the vocabulary", vocabulary, 8).shape("token", token, {rows}).shape("result", *result, {rows});
     if (!check.ok()) return check.error();
-    return to_error(
-        log_prob(stream, rows, vocabulary, logits.typed_data(), token.typed_data(), result->typed_data()));
-  });
-}
-
-// What a function takes and gives: element types of inputs and result, and how many elements of each per result.
-struct Signature {
-  int inputs;
-  ffi::DataType input[3];
-  int64_t per_result[3];
-  ffi::DataType result;
-};
-
-Signature signature(Function function) {
-  switch (function) {
-    case Function::kFma: return {3, {ffi::F32, ffi::F32, ffi::F32}, {1, 1, 1}, ffi::F32};
-    case Function::kToBf16: return {1, {ffi::F32}, {1}, ffi::U16};
-    case Function::kFromBf16:
-    case Function::kFromFp16: return {1, {ffi::U16}, {1}, ffi::F32};
-    case Function::kToE4m3:
-    case Function::kToE2m1: return {1, {ffi::F32}, {1}, ffi::U8};
-    case Function::kFromE4m3:
-    case Function::kFromE2m1: return {1, {ffi::U8}, {1}, ffi::F32};
-    case Function::kFsum16Bf16:
-    case Function::kFsum16Fp16: return {3, {ffi::F32, ffi::U16, ffi::U16}, {1, 16, 16}, ffi::F32};
-    default: return {1, {ffi::F32}, {1}, ffi::F32};
-  }
-}
-
-ffi::Error numerics_impl(Stream stream, ffi::RemainingArgs inputs, ffi::Result<ffi::AnyBuffer> y, int64_t function) {
-  return guarded("numerics", [&] {
-    Check check("numerics");
-    check.that(function >= 0 && function < static_cast<int64_t>(Function::kCount),
-               "function is " + std::to_string(function) + ", which names none of the contract's functions");
-    if (!check.ok()) return check.error();
-    const Signature expected = signature(static_cast<Function>(function));
-    check.that(inputs.size() == static_cast<size_t>(expected.inputs),
-               "expected " + std::to_string(expected.inputs) + " operands, got " + std::to_string(inputs.size()));
-    if (!check.ok()) return check.error();
-    const int64_t n = static_cast<int64_t>(y->element_count());
-    const void* data[3] = {};
-    for (int i = 0; i < expected.inputs; ++i) {
-      const auto buffer = inputs.get<ffi::AnyBuffer>(i);
-      if (!buffer) return invalid("numerics: operand " + std::to_string(i) + " is not an array");
-      check.that(buffer->element_type() == expected.input[i], "operand " + std::to_string(i) + " has the wrong type")
-          .that(static_cast<int64_t>(buffer->element_count()) == n * expected.per_result[i],
-                "operand " + std::to_string(i) + " has the wrong size");
-      data[i] = buffer->untyped_data();
-    }
-    check.that(y->element_type() == expected.result, "the result has the wrong type");
-    if (!check.ok()) return check.error();
-    return to_error(numerics(stream, static_cast<Function>(function), n, data, y->untyped_data()));
+    return to_error(log_prob(stream, rows, vocabulary, logits.typed_data(), token.typed_data(), result->typed_data()));
   });
 }
 
@@ -92,16 +40,11 @@ XLA_FFI_DEFINE_HANDLER(kHead, head_impl,
                            .Ret<F32>()
                            .Attr<float>("multiplier")
                            .Attr<float>("cap"));
-XLA_FFI_DEFINE_HANDLER(kLogProb, log_prob_impl,
-                       ffi::Ffi::Bind().Ctx<StreamContext>().Arg<F32>().Arg<S32>().Ret<F32>());
-XLA_FFI_DEFINE_HANDLER(
-    kNumerics, numerics_impl,
-    ffi::Ffi::Bind().Ctx<StreamContext>().RemainingArgs().Ret<ffi::AnyBuffer>().Attr<int64_t>("function"));
-
+XLA_FFI_DEFINE_HANDLER(kLogProb, log_prob_impl, ffi::Ffi::Bind().Ctx<StreamContext>().Arg<F32>().Arg<S32>().Ret<F32>());
 }  // namespace
 
 HandlerList head_handlers() {
-  return {{"muse_head_v1", kHead}, {"muse_log_prob_v1", kLogProb}, {"muse_numerics_v1", kNumerics}};
+  return {{"muse_head_v1", kHead}, {"muse_log_prob_v1", kLogProb}};
 }
 
 }  // namespace muse::bindings

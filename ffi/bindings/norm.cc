@@ -1,7 +1,8 @@
 // Handlers of the element-wise and row-wise ops: norms, RoPE, residual gate.
+#include "ffi/ops/norm/norm.h"
+
 #include "ffi/bindings/handler.h"
 #include "ffi/bindings/registry.h"
-#include "ffi/ops/norm/norm.h"
 #include "ffi/ops/residual/residual.h"
 #include "ffi/ops/rope/rope.h"
 
@@ -115,9 +116,8 @@ XLA_FFI_DEFINE_HANDLER(kKvNormRope, kv_norm_rope_impl,
 XLA_FFI_DEFINE_HANDLER(
     kGateCoefficients, gate_coefficients_impl,
     ffi::Ffi::Bind().Ctx<StreamContext>().Arg<Bf16>().Ret<F32>().Ret<F32>().Attr<float>("temperature"));
-XLA_FFI_DEFINE_HANDLER(
-    kResidual, residual_impl,
-    ffi::Ffi::Bind().Ctx<StreamContext>().Arg<F32>().Arg<Bf16>().Arg<F32>().Arg<F32>().Ret<F32>());
+XLA_FFI_DEFINE_HANDLER(kResidual, residual_impl,
+                       ffi::Ffi::Bind().Ctx<StreamContext>().Arg<F32>().Arg<Bf16>().Arg<F32>().Arg<F32>().Ret<F32>());
 
 }  // namespace
 

@@ -17,6 +17,7 @@ HandlerList norm_handlers();
 HandlerList attention_handlers();
 HandlerList expert_handlers();
 HandlerList head_handlers();
+HandlerList numerics_handlers();
 HandlerList decode_handlers();
 
 }  // namespace muse::bindings

@@ -9,6 +9,9 @@ constexpr uint32_t kNan32 = 0x7FFFFFFFu;
 constexpr uint16_t kNan16 = 0x7FFFu;
 constexpr uint8_t kNan8 = 0x7Fu;
 
+// What a tensor core multiplies.
+enum class Operand { kBf16, kFp16 };
+
 MUSE_FN bool is_nan(float x) { return x != x; }
 MUSE_FN float nan32() { return bit_cast<float>(kNan32); }
 MUSE_FN float inf32() { return bit_cast<float>(0x7F800000u); }

@@ -6,7 +6,7 @@
 
 namespace muse {
 
-enum class Operand { kBf16, kFp16 };
+
 
 namespace fsum16_detail {
 

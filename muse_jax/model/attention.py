@@ -29,6 +29,7 @@ class Attention(nnx.Module):
     """
 
     def __init__(self, config: MuseSparkConfig, layer: int):
+        """The branch of layer `layer`, with weights of zero."""
         hidden, keys = config.hidden_size, config.num_key_value_heads * HEAD
         self.q_proj = Linear(hidden, config.attention_size)
         self.k_proj = Linear(hidden, keys)
@@ -42,9 +43,7 @@ class Attention(nnx.Module):
         self.window = config.sliding_window if config.layer_types[layer] == "sliding_attention" else None
         self.rotate = config.layer_rope_theta[layer] != 0
 
-    def __call__(
-        self, h: jax.Array, positions: jax.Array, table: jax.Array, taps: Taps | None = None
-    ) -> jax.Array:
+    def __call__(self, h: jax.Array, positions: jax.Array, table: jax.Array, taps: Taps | None = None) -> jax.Array:
         """The branch n of one device's tokens.
 
         Args:

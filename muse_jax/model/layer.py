@@ -17,6 +17,7 @@ class Layer(nnx.Module):
     """
 
     def __init__(self, config: MuseSparkConfig, layer: int, packed: bool):
+        """Layer `layer`, with weights of zero; `packed`: its experts are stored as NVFP4 codes."""
         hidden, temperature = config.hidden_size, config.residual_gate_temperature
         self.input_layernorm = RMSNorm(hidden, config.rms_norm_eps)
         self.self_attn = Attention(config, layer)
@@ -27,9 +28,7 @@ class Layer(nnx.Module):
         self.post_feedforward_residual_gate = ResidualGate(hidden, temperature)
         self.layer = layer
 
-    def __call__(
-        self, s: jax.Array, positions: jax.Array, table: jax.Array, taps: Taps | None = None
-    ) -> jax.Array:
+    def __call__(self, s: jax.Array, positions: jax.Array, table: jax.Array, taps: Taps | None = None) -> jax.Array:
         """Stream fp32 [B, T_local, H], positions int32 [T_local], RoPE table fp32 [T_local, 64] -> stream.
 
         `taps` receives the branches' taps, `layers.{i}.post_attention_residual` and `.post_feedforward_residual`.

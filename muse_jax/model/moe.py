@@ -19,6 +19,7 @@ class Router(nnx.Module):
     """
 
     def __init__(self, config: MuseSparkConfig):
+        """A router with weights of zero."""
         self.weight = nnx.Param(jnp.zeros((config.num_local_experts, config.hidden_size), jnp.float32))
         self.e_score_correction_bias = Buffer(jnp.zeros((config.num_local_experts,), jnp.float32))
         self.experts_per_token = config.num_experts_per_tok
@@ -45,11 +46,13 @@ class Experts(nnx.Module):
     5. A row's K results are scaled, normalised, weighted and added in ascending expert id.
 
     Parameters, with E_local = E / devices when called: gate_up_proj [E_local, 2I, M] (gate rows first) and down_proj
-    [E_local, M, I], bf16 or, where `packed`, NVFP4 codes with their scales (docs/architecture.md); post_expert_norm [M].
-    bf16 weights of a layer whose arithmetic is NVFP4 are masters: quantised here, with straight-through gradients.
+    [E_local, M, I], bf16, or NVFP4 codes with their scales (docs/architecture.md); post_expert_norm [M]. Which of both
+    they are shows in the dtype. bf16 weights of a layer whose arithmetic is NVFP4 are masters: quantised here, with
+    straight-through gradients.
     """
 
     def __init__(self, config: MuseSparkConfig, layer: int, packed: bool):
+        """All experts of layer `layer`, with weights of zero; `packed`: stored as NVFP4 codes."""
         count, m, i = config.num_local_experts, config.moe_hidden_size, config.moe_intermediate_size
         if packed:
             self.gate_up_proj = Buffer(jnp.zeros((count, 2 * i, m // 2), jnp.uint8))
@@ -84,13 +87,15 @@ class Experts(nnx.Module):
         return bring_home(f, experts // local)
 
     def local_experts(self, e: jax.Array, experts: jax.Array, first: jax.Array) -> jax.Array:
-        """Rows bf16 [rows, M] through this device's experts first, first + 1, ... -> bf16 [rows, K, M], zero elsewhere."""
+        """Rows bf16 [rows, M] -> bf16 [rows, K, M], zero but for this device's experts, first and those after it."""
         w13, w2 = self.gate_up_proj[...], self.down_proj[...]
         if not self.nvfp4:
             return ops.expert_ffn(e, experts, first, w13, w2)
         if w13.dtype != jnp.uint8:
             unit = jnp.ones((2,), jnp.float32)
-            return ops.expert_ffn_masters(e, experts, first, w13, w2, unit, quantize_activations=self.quantize_activations)
+            return ops.expert_ffn_masters(
+                e, experts, first, w13, w2, unit, quantize_activations=self.quantize_activations
+            )
         return ops.expert_ffn_nvfp4(
             e,
             experts,
@@ -124,6 +129,7 @@ class MoE(nnx.Module):
     """
 
     def __init__(self, config: MuseSparkConfig, layer: int, packed: bool):
+        """The branch of layer `layer`, with weights of zero; `packed`: its experts are stored as NVFP4 codes."""
         hidden, width = config.hidden_size, config.moe_hidden_size
         self.gate = Router(config)
         self.pre_expert_proj = Linear(hidden, width)

@@ -23,6 +23,7 @@ class Embedding(nnx.Module):
     """Table rows by token; weight bf16 [vocabulary, H]."""
 
     def __init__(self, config: MuseSparkConfig):
+        """A table of zeros."""
         self.weight = nnx.Param(jnp.zeros((config.vocab_size, config.hidden_size), jnp.bfloat16))
 
     def __call__(self, tokens: jax.Array) -> jax.Array:
@@ -42,11 +43,13 @@ class Head(nnx.Module):
     """
 
     def __init__(self, config: MuseSparkConfig):
+        """A head with weights of zero."""
         self.weight = nnx.Param(jnp.zeros((config.vocab_size, config.hidden_size), jnp.bfloat16))
         self.multiplier = config.output_multiplier
         self.cap = config.final_logit_softcapping
 
     def __call__(self, h: jax.Array) -> jax.Array:
+        """Normalised rows -> logits."""
         return ops.head(h, self.weight[...], multiplier=self.multiplier, cap=self.cap)
 
 
@@ -55,13 +58,15 @@ class MuseSpark(nnx.Module):
 
     Attribute paths are the parameters' names. To be called inside a `jax.shard_map` over the mesh axis "rank" (of any
     size; with one device the moves between devices do nothing); `muse_jax.model.Reference` does that.
-
-    Args of the constructor:
-        config: the model.
-        packed: per layer whether its experts are stored as NVFP4 codes (True) or in bf16 (False). By default all bf16.
     """
 
     def __init__(self, config: MuseSparkConfig, packed: Sequence[bool] | None = None):
+        """A model with weights of zero.
+
+        Args:
+            config: the model.
+            packed: per layer whether its experts are stored as NVFP4 codes (True) or in bf16 (False, the default).
+        """
         packed = (False,) * config.num_hidden_layers if packed is None else packed
         self.embed_tokens = Embedding(config)
         self.layers = nnx.List([Layer(config, i, packed[i]) for i in range(config.num_hidden_layers)])

@@ -28,9 +28,11 @@ class Linear(nnx.Module):
     """`R(gemm(x, weight))`: bf16 [..., inputs] -> bf16 [..., outputs]; weight bf16 [outputs, inputs]."""
 
     def __init__(self, inputs: int, outputs: int):
+        """A map of zeros."""
         self.weight = nnx.Param(jnp.zeros((outputs, inputs), jnp.bfloat16))
 
     def __call__(self, x: jax.Array) -> jax.Array:
+        """Rows -> rows."""
         return ops.gemm(x, self.weight[...])
 
 
@@ -44,6 +46,7 @@ class RMSNorm(nnx.Module):
     def __init__(
         self, size: int, eps: float, *, scale_first: bool = False, round_input: bool = False, centred: bool = True
     ):
+        """A norm with a weight of zero."""
         self.weight = nnx.Param(jnp.zeros((size,), jnp.bfloat16))
         self.eps = eps
         self.scale_first = scale_first
@@ -51,6 +54,7 @@ class RMSNorm(nnx.Module):
         self.centred = centred
 
     def __call__(self, x: jax.Array) -> jax.Array:
+        """Rows -> normalised rows."""
         return ops.rms_norm(
             x,
             self.weight[...],
@@ -65,9 +69,11 @@ class ResidualGate(nnx.Module):
     """`s = alpha * s + beta * n`, per channel: s fp32 [..., H], n bf16 [..., H] -> fp32; gate bf16 [H]."""
 
     def __init__(self, size: int, temperature: float):
+        """A gate with a weight of zero."""
         self.gate = nnx.Param(jnp.zeros((size,), jnp.bfloat16))
         self.temperature = temperature
 
     def __call__(self, s: jax.Array, n: jax.Array) -> jax.Array:
+        """Stream and branch -> stream."""
         alpha, beta = ops.gate_coefficients(self.gate[...], temperature=self.temperature)
         return ops.residual(s, n, alpha, beta)

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.core import Tracer
 from jax.sharding import Mesh, PartitionSpec
 from jax.typing import ArrayLike
 
@@ -51,9 +52,7 @@ def build(config: MuseSparkConfig, params: Mapping[str, Any]) -> MuseSpark:
     problems += [f"{name}: unexpected" for name in params if name not in set(names)]
     if problems:
         raise ProblemsError("these parameters do not make the model", problems)
-    leaves = [
-        (path, variable.replace(params[name])) for name, (path, variable) in zip(names, state, strict=True)
-    ]
+    leaves = [(path, variable.replace(params[name])) for name, (path, variable) in zip(names, state, strict=True)]
     return nnx.merge(graph, nnx.from_flat_state(leaves))
 
 
@@ -78,6 +77,7 @@ class Reference:
     """
 
     def __init__(self, config: MuseSparkConfig, mesh: Mesh | None = None):
+        """For one model on one mesh (default: `make_mesh()`); compiles on first use."""
         self.config = config
         self.mesh = make_mesh() if mesh is None else check_mesh(mesh)
         self._forward = jax.jit(functools.partial(self._shared, _logits))
@@ -117,7 +117,7 @@ class Reference:
                 f"tokens: given sequences of {length}, allowed: at most {config.max_position_embeddings} "
                 "(max_position_embeddings)"
             )
-        if not isinstance(tokens, jax.core.Tracer):
+        if not isinstance(tokens, Tracer):
             values = np.asarray(tokens)
             outside = np.argwhere((values < 0) | (values >= config.vocab_size))
             if len(outside):
@@ -133,9 +133,7 @@ class Reference:
         specs, problems = check_params(self.config, params)
         if problems:
             raise ProblemsError("these parameters do not fit the configuration", problems)
-        places = {
-            name: _BY_EXPERT if specs[name].placement == "expert" else _REPLICATED for name in params
-        }
+        places = {name: _BY_EXPERT if specs[name].placement == "expert" else _REPLICATED for name in params}
         length = tokens.shape[1]
         padding = -length % RANKS  # padded positions come last: no other position sees them
         tokens, following = (jnp.pad(x, ((0, 0), (0, padding))) for x in (tokens, following))

@@ -4,7 +4,7 @@
 #include <cstdint>
 #include <vector>
 
-#include "ffi/decode/layout.h"
+#include "ffi/decode/cpu/fragments.h"
 
 namespace muse {
 

@@ -35,8 +35,7 @@ MUSE_CLONES void row_tile(const Attention& op, const uint16_t* q, const uint16_t
   Span spans[kRowTile], all{op.keys, -1};
   for (int64_t t = 0; t < rows; ++t) {
     spans[t] = seen(op, position[first_row + t]);
-    if (spans[t].last >= spans[t].first)
-      all = {std::min(all.first, spans[t].first), std::max(all.last, spans[t].last)};
+    if (spans[t].last >= spans[t].first) all = {std::min(all.first, spans[t].first), std::max(all.last, spans[t].last)};
   }
   const auto head_at = [&](int64_t t, int64_t g) {
     return (((sequence * op.rows + first_row + t) * op.heads) + kv_head * group + g) * kHead;
@@ -65,8 +64,8 @@ MUSE_CLONES void gate_row(int64_t heads, float eps, const uint16_t* a, const uin
 
 }  // namespace
 
-Status attention(Stream, Attention op, const uint16_t* q, const uint16_t* k, const uint16_t* v,
-                 const int32_t* position, uint16_t* a) {
+Status attention(Stream, Attention op, const uint16_t* q, const uint16_t* k, const uint16_t* v, const int32_t* position,
+                 uint16_t* a) {
   const int64_t tiles = (op.rows + kRowTile - 1) / kRowTile;
   parallel_for(op.batch * op.kv_heads * tiles, [&](int64_t i) {
     // The longest rows of causal attention come last; start with them.

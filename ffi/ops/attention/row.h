@@ -39,8 +39,8 @@ class AttentionRow {
     clear(total_);
   }
 
-  // Positions block_start .. +15 (block_start % 16 == 0); bit i of visible: the row sees block_start + i. A block without
-  // a visible position may be left out.
+  // Positions block_start .. +15 (block_start % 16 == 0); bit i of visible: the row sees block_start + i. A block
+  // without a visible position may be left out.
   MUSE_FN void block(int64_t block_start, const ColumnTile* k_tiles, const ColumnTile* v_tiles, uint32_t visible) {
     if (block_start / kChunk != chunk_) enter_chunk(block_start / kChunk);
     float score[kLanes];

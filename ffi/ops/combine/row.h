@@ -54,7 +54,8 @@ MUSE_FN void combine_row(const uint16_t* f, const float* weights, const int32_t*
   for (int64_t k = 0; k < slots; ++k) {
     rows[k] = f + k * n;
     float sums[kSegments];
-    for (int s = 0; s < kSegments; ++s) sums[s] = combine_sumsq_segment(rows[k] + s * segment, gain + s * segment, segment);
+    for (int s = 0; s < kSegments; ++s)
+      sums[s] = combine_sumsq_segment(rows[k] + s * segment, gain + s * segment, segment);
     rho[k] = combine_rho(sums, n, eps);
   }
   expert_order(experts, slots, order);

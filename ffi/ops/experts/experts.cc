@@ -70,8 +70,7 @@ MUSE_FN void gate_up_columns(const ExpertFfn& op, const Weights& gate, const Wei
   std::vector<float> g(count * kLanes), u(count * kLanes);
   column_sums(gate, op.model, n0, op.intermediate, rows, count, g.data());
   column_sums(up, op.model, n0, op.intermediate, rows, count, u.data());
-  for (int64_t p = 0; p < count; ++p)
-    swiglu_row(&g[p * kLanes], &u[p * kLanes], kLanes, m + p * op.intermediate + n0);
+  for (int64_t p = 0; p < count; ++p) swiglu_row(&g[p * kLanes], &u[p * kLanes], kLanes, m + p * op.intermediate + n0);
 }
 
 // Sixteen columns of f; pair p's row of f is pairs[p].
@@ -85,17 +84,17 @@ MUSE_FN void down_columns(const ExpertFfn& op, const Weights& down, const typena
 }
 
 // target_clones does not apply to templates: one named function per kind and stage.
-#define MUSE_EXPERT_STAGES(Kind)                                                                                     \
-  MUSE_CLONES void unpack(const Kind& kind, const uint16_t* x, int64_t n, int stage, Kind::Weights::Row* out) {      \
-    kind.load(x, n, stage, out);                                                                                     \
-  }                                                                                                                  \
-  MUSE_CLONES void gate_up(const ExpertFfn& op, const Kind::Weights& gate, const Kind::Weights& up,                  \
-                           const Kind::Weights::Row* const* rows, int64_t count, int64_t n0, uint16_t* m) {          \
-    gate_up_columns(op, gate, up, rows, count, n0, m);                                                               \
-  }                                                                                                                  \
-  MUSE_CLONES void down(const ExpertFfn& op, const Kind::Weights& weights, const Kind::Weights::Row* const* rows,    \
-                        const int64_t* pairs, int64_t count, int64_t n0, uint16_t* f) {                              \
-    down_columns(op, weights, rows, pairs, count, n0, f);                                                            \
+#define MUSE_EXPERT_STAGES(Kind)                                                                                  \
+  MUSE_CLONES void unpack(const Kind& kind, const uint16_t* x, int64_t n, int stage, Kind::Weights::Row* out) {   \
+    kind.load(x, n, stage, out);                                                                                  \
+  }                                                                                                               \
+  MUSE_CLONES void gate_up(const ExpertFfn& op, const Kind::Weights& gate, const Kind::Weights& up,               \
+                           const Kind::Weights::Row* const* rows, int64_t count, int64_t n0, uint16_t* m) {       \
+    gate_up_columns(op, gate, up, rows, count, n0, m);                                                            \
+  }                                                                                                               \
+  MUSE_CLONES void down(const ExpertFfn& op, const Kind::Weights& weights, const Kind::Weights::Row* const* rows, \
+                        const int64_t* pairs, int64_t count, int64_t n0, uint16_t* f) {                           \
+    down_columns(op, weights, rows, pairs, count, n0, f);                                                         \
   }
 MUSE_EXPERT_STAGES(Bf16Kind)
 MUSE_EXPERT_STAGES(W4A16Kind)
@@ -118,9 +117,8 @@ void run_batch(const ExpertFfn& op, const Kind& kind, const typename Kind::Weigh
             i % m_blocks * kBlock, &m[(r.begin - first) * op.intermediate]);
   });
   std::vector<Row> m_rows(count * m_blocks);
-  parallel_for(count, [&](int64_t p) {
-    unpack(kind, &m[p * op.intermediate], op.intermediate, 1, &m_rows[p * m_blocks]);
-  });
+  parallel_for(count,
+               [&](int64_t p) { unpack(kind, &m[p * op.intermediate], op.intermediate, 1, &m_rows[p * m_blocks]); });
   for (int64_t p = 0; p < count; ++p) rows[p] = &m_rows[p * m_blocks];
   parallel_for(static_cast<int64_t>(runs.size()) * x_blocks, [&](int64_t i) {
     const Run& r = runs[i / x_blocks];

@@ -1,12 +1,12 @@
-// Routed experts (docs/numerics.md 7, MoE 4): f = down(silu(gate x) * up x) for every (token, slot) whose expert is here.
+// Routed experts (docs/numerics.md 7, MoE 4): f = down(silu(gate x) * up x) per (token, slot).
 #pragma once
 
 #include "ffi/ops/gemm/gemm.h"
 
 namespace muse {
 
-// x [tokens, model], experts [tokens, slots] (global ids); the weights here are those of experts first .. first+local-1.
-// f [tokens, slots, model] is zero where the expert is elsewhere.
+// x [tokens, model], experts [tokens, slots] (global ids); the weights are those of the `local` experts from `first`
+// on. f [tokens, slots, model] is zero where the expert is elsewhere.
 struct ExpertFfn {
   int64_t tokens, slots, model, intermediate, local;
 };

@@ -1,5 +1,5 @@
-// Sixteen columns of a canonical GEMM for many rows: a segment's tiles are unpacked once and used by all rows. Shared by
-// the CPU's GEMM and expert kernels.
+// Sixteen columns of a canonical GEMM for many rows: a segment's tiles are unpacked once and used by all rows. Shared
+// by the CPU's GEMM and expert kernels.
 #pragma once
 
 #include <vector>

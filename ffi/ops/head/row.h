@@ -10,8 +10,8 @@ MUSE_FN float softcap_logit(float z, float multiplier, float cap) {
   return canonical(cap * tanh1((z * multiplier) / cap));
 }
 
-// The largest of (best, best_index) and n logits whose first has index `first`, ids ascending: lets a row be searched in
-// parts. Start with best = NaN, best_index = 0.
+// The largest of (best, best_index) and n logits whose first has index `first`, ids ascending: lets a row be searched
+// in parts. Start with best = NaN, best_index = 0.
 MUSE_FN void argmax_continue(const float* logits, int64_t n, int64_t first, float& best, int64_t& best_index) {
   for (int64_t i = 0; i < n; ++i)
     if (logits[i] > best || (is_nan(best) && !is_nan(logits[i]))) {
@@ -38,7 +38,9 @@ MUSE_FN float exp_sum_segment(const float* logits, int64_t n) {
 }
 
 // Log-probability of a token with this logit, from the eight segment sums.
-MUSE_FN float log_prob_of(float logit, const float* segment_sums) { return canonical(logit - log1(tree8(segment_sums))); }
+MUSE_FN float log_prob_of(float logit, const float* segment_sums) {
+  return canonical(logit - log1(tree8(segment_sums)));
+}
 
 // n is a multiple of 8; a token outside 0 .. n-1 gives NaN.
 MUSE_FN float log_prob_row(const float* logits, int64_t n, int64_t token) {

@@ -24,9 +24,8 @@ Status gate_coefficients(Stream, int64_t columns, float temperature, const uint1
 
 Status residual(Stream, int64_t rows, int64_t columns, const float* s, const uint16_t* n, const float* alpha,
                 const float* beta, float* out) {
-  parallel_for(rows, [&](int64_t t) {
-    one_row(s + t * columns, n + t * columns, alpha, beta, columns, out + t * columns);
-  });
+  parallel_for(rows,
+               [&](int64_t t) { one_row(s + t * columns, n + t * columns, alpha, beta, columns, out + t * columns); });
   return {};
 }
 

@@ -7,8 +7,8 @@ namespace muse {
 
 constexpr int kHead = 64;
 
-// R(x * r64), then on RoPE layers adjacent pairs rotated; cos and sin hold 32 numbers each, null for no rotation. out may
-// be x.
+// R(x * r64), then on RoPE layers adjacent pairs rotated; cos and sin hold 32 numbers each, null for no rotation. out
+// may be x.
 MUSE_FN void norm_rope_head(const uint16_t* x, const float* cos, const float* sin, float eps, uint16_t* out) {
   const float r = inverse_rms(lanes(kHead, x, x), kHead, eps);
   float y[kHead];

@@ -20,8 +20,8 @@ MUSE_CLONES void one_row(const Router& op, const uint16_t* h, const float* w, co
 
 }  // namespace
 
-Status router(Stream, Router op, const uint16_t* h, const float* w, const float* bias, int32_t* experts,
-              float* weights, float* logits) {
+Status router(Stream, Router op, const uint16_t* h, const float* w, const float* bias, int32_t* experts, float* weights,
+              float* logits) {
   parallel_for(op.rows, [&](int64_t row) { one_row(op, h, w, bias, row, experts, weights, logits); });
   return {};
 }
