@@ -77,17 +77,33 @@ def parity(
     Raises:
         ValueError: empty prompt, ids out of range, too many positions.
     """
-    config = model.config
+    decoded, tokens = decoded_taps(model, token_ids, steps=steps, weights=weights, chunk=chunk)
+    reference = {k: np.asarray(v)[0] for k, v in model.reference_taps(np.asarray([tokens], np.int32)).items()}
+    layers = model.config.num_hidden_layers
+    return ParityReport(
+        taps=list(compare(decoded, reference, layers)), tokens=tokens, prompt_length=len(token_ids)
+    )
+
+
+def decoded_taps(
+    model: "LanguageModel",
+    token_ids: Sequence[int],
+    *,
+    steps: int = 0,
+    weights: DecodeWeights | None = None,
+    chunk: int = 64,
+) -> tuple[dict[str, np.ndarray], list[int]]:
+    """Every tap of the fused decode path on one sequence; arguments and errors as `parity`.
+
+    Returns:
+        (tap -> array [T, ...]; K and V of sliding layers only for the positions still in the ring, tokens).
+    """
     if not len(token_ids) or steps < 0:
         raise ValueError(f"parity needs at least one token id and steps >= 0, got {len(token_ids)} ids and steps {steps}")
     total = len(token_ids) + steps
-    state = init_state(config, model.mesh, capacity=total)
-    decoded, tokens, state = _decode(weights or model.weights, state, list(token_ids), steps, chunk)
-    decoded |= dict(_cached(config, state, total))
-    reference = {k: np.asarray(v)[0] for k, v in model.reference_taps(np.asarray([tokens], np.int32)).items()}
-    return ParityReport(
-        taps=list(compare(decoded, reference, config.num_hidden_layers)), tokens=tokens, prompt_length=len(token_ids)
-    )
+    state = init_state(model.config, model.mesh, capacity=total)
+    taps, tokens, state = _decode(weights or model.weights, state, list(token_ids), steps, chunk)
+    return taps | dict(_cached(model.config, state, total)), tokens
 
 
 def compare(

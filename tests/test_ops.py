@@ -209,14 +209,13 @@ def test_attention_beyond_one_superchunk(window: int | None) -> None:
     last = np.array([2047, 2048, 2175, length - 1], np.int32)
     actual = ops.attention(*map(jnp.asarray, (q[last], k, v)), jnp.asarray(last), scale=0.7, window=window)
     for row, position in enumerate(last):
-        # The oracle on one query: all others are its copies of no interest, so only its keys are given.
         same(actual[row : row + 1], attend_one(q[position], k, v, int(position), np.float32(0.7), window))
 
 
 def attend_one(
     q: np.ndarray, k: np.ndarray, v: np.ndarray, position: int, scale: np.float32, window: int | None
 ) -> np.ndarray:
-    """Contract 7, Attention 5 to 7, for one query [1, 64] at a position (the oracle's attend is quadratic)."""
+    """Contract 7, Attention 5 to 7, for one query [1, 64] (the oracle's attend computes all rows at once)."""
     end = -(-(position + 1) // 128) * 128
     score = np.zeros(end, np.float32)
     score[: position + 1] = fsum16.chain(q, k[: position + 1, 0])

@@ -244,6 +244,11 @@ def test_wrong_parameters():
         run.forward(params | {"norm.weight": jnp.zeros(128)}, [[1]])
 
 
+def test_parameters_of_another_mesh():
+    with pytest.raises(ValueError, match="incompatible devices"):
+        reference(small(), 8).forward(random_params(small(), 13, make_mesh(1)), [[1]])
+
+
 # Gradients -----------------------------------------------------------------------------------------------------------
 
 
@@ -302,3 +307,23 @@ def test_gradients_are_those_of_a_smooth_model(gradient_case):
         up, down = (loss(weights | {name: weights[name] + sign * step * direction}) for sign in (1, -1))
         slope = float(jnp.vdot(smooth[name], direction))
         assert abs(float((up - down) / (2 * step)) - slope) < 0.02 * abs(slope), name
+
+
+def test_gradients_through_codes_and_taps():
+    """Experts stored as codes pass the gradient on and have none themselves; taps can be differentiated too."""
+    config = small()
+    tokens = np.random.default_rng(17).integers(0, config.vocab_size, (1, 13))
+    params = random_params(config, 17, make_mesh(8), quantized=True)
+    run = reference(config, 8)
+
+    def objective(p):
+        return jnp.sum(run.log_probs(p, tokens)) + jnp.sum(run.taps(p, tokens)["layers.1.v"].astype(jnp.float32))
+
+    gradient = host(jax.jit(jax.grad(objective, allow_int=True))(params))
+    for name, g in gradient.items():
+        if g.dtype == jax.dtypes.float0:
+            assert params[name].dtype == jnp.uint8
+        elif "_scale" in name or "e_score_correction_bias" in name:
+            assert not g.any(), name
+        else:
+            assert np.isfinite(g.astype(np.float32)).all() and g.any(), name

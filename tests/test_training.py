@@ -1,6 +1,4 @@
-"""The reference trains: a tiny model learns a short text by heart, through quantised experts."""
-
-import time
+"""The reference trains: a tiny model learns a short text by heart, partly through quantised experts."""
 
 import jax
 import jax.numpy as jnp
@@ -40,14 +38,12 @@ def test_adam_lowers_the_loss():
         change, state = optimiser.update(gradient, state)
         return optax.apply_updates(weights, change), state, value
 
-    start = time.monotonic()
     state, losses = optimiser.init(weights), []
     for _ in range(50):
         weights, state, value = step(weights, state)
         losses.append(float(value))
-    print(losses[::7], losses[-1], time.monotonic() - start)
     assert np.isfinite(losses).all()
-    assert losses[-1] < losses[0] / 5, losses
+    assert losses[-1] < losses[0] / 100, losses
     experts = "layers.1.mlp.experts.down_proj"  # NVFP4 layer: the masters have moved
     assert np.mean(np.asarray(weights[experts].astype(jnp.bfloat16)) != np.asarray(stored[experts])) > 0.5
     router = weights["layers.1.mlp.gate.e_score_correction_bias"]

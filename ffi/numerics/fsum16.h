@@ -44,7 +44,7 @@ MUSE_FN int64_t scale_truncated(int64_t significand, int shift) {
   return significand < 0 ? -scaled : scaled;
 }
 
-// sum * 2^unit as fp32, truncated toward zero.
+// sum * 2^unit as fp32, truncated toward zero; what truncates to zero is +0 whatever its sign (measured on an H200).
 MUSE_FN float truncate_to_fp32(int64_t sum, int unit) {
   uint64_t magnitude = static_cast<uint64_t>(sum < 0 ? -sum : sum);
   const uint32_t sign = sum < 0 ? 0x80000000u : 0u;
@@ -54,6 +54,7 @@ MUSE_FN float truncate_to_fp32(int64_t sum, int unit) {
   if (exponent > 127) return bit_cast<float>(sign | 0x7F800000u);
   const int quantum = exponent - 23 > -149 ? exponent - 23 : -149, shift = unit - quantum;
   magnitude = shift >= 0 ? magnitude << shift : shift > -64 ? magnitude >> -shift : 0;
+  if (magnitude == 0) return 0.0f;
   // The hidden bit of a normal number carries into the exponent field; a subnormal has none.
   const uint32_t field = exponent >= -126 ? static_cast<uint32_t>(exponent + 126) : 0u;
   return bit_cast<float>(sign | ((field << 23) + static_cast<uint32_t>(magnitude)));

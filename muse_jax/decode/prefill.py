@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from muse_jax.config import MuseSparkConfig
 from muse_jax.decode.rows import MAX_ROWS, chain_rows
@@ -126,9 +127,9 @@ def prefill_whole(
 
 
 def _by_rank(layer: jax.Array) -> jax.Array:
-    """[B, T, kv, 64] -> [8, B, kv/8, T, 64]."""
+    """bf16 [B, T, kv, 64] -> uint16 [8, B, kv/8, T, 64]: XLA:CPU reshards bf16 through fp32, which changes NaNs."""
     batch, length, heads, width = layer.shape
-    return layer.reshape(batch, length, RANKS, heads // RANKS, width).transpose(2, 0, 3, 1, 4)
+    return lax.bitcast_convert_type(layer, jnp.uint16).reshape(batch, length, RANKS, heads // RANKS, width).transpose(2, 0, 3, 1, 4)
 
 
 def _positions_of_slots(lengths: np.ndarray, slots: int, ring: int | None) -> np.ndarray:
@@ -141,10 +142,11 @@ def _positions_of_slots(lengths: np.ndarray, slots: int, ring: int | None) -> np
 
 @functools.partial(jax.jit, donate_argnames=("cache",))
 def _fill(cache: jax.Array, values: jax.Array, positions: jax.Array) -> jax.Array:
-    """cache [8, L, B, h, slots, 64] from values [8, L, B, h, T, 64] at positions [B, slots]; pure data movement."""
+    """cache bf16 [8, L, B, h, slots, 64] from bits [8, L, B, h, T, 64] at positions [B, slots]; pure data movement."""
     at = jnp.maximum(positions, 0)[None, None, :, None, :, None]
     picked = jnp.take_along_axis(values, at, axis=4)
-    return jnp.where((positions >= 0)[None, None, :, None, :, None], picked, jnp.zeros((), cache.dtype))
+    filled = jnp.where((positions >= 0)[None, None, :, None, :, None], picked, jnp.zeros((), picked.dtype))
+    return lax.bitcast_convert_type(filled, cache.dtype)
 
 
 def _argmax(row: np.ndarray) -> int:

@@ -49,7 +49,7 @@ def build(config: MuseSparkConfig, params: Mapping[str, Any]) -> MuseSpark:
     state = nnx.to_flat_state(shapes)
     names = [".".join(map(str, path)) for path, _ in state]
     problems = [f"{name}: missing" for name in names if name not in params]
-    problems += [f"{name}: unexpected" for name in params if name not in set(names)]
+    problems += [f"{name}: unexpected" for name in sorted(params.keys() - set(names))]
     if problems:
         raise ProblemsError("these parameters do not make the model", problems)
     leaves = [(path, variable.replace(params[name])) for name, (path, variable) in zip(names, state, strict=True)]

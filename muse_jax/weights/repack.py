@@ -8,6 +8,7 @@ from collections.abc import Mapping
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from muse_jax import ops
@@ -80,28 +81,34 @@ def _gain(w: jax.Array) -> jax.Array:
     return (1.0 + w.astype(jnp.float32)).astype(jnp.bfloat16)
 
 
+def _bits(x: jax.Array) -> jax.Array:
+    """bf16 and fp8 as integers: XLA:CPU reshards small floats through fp32, which changes NaNs and subnormals."""
+    unsigned = {1: jnp.uint8, 2: jnp.uint16}.get(x.dtype.itemsize)
+    return x if unsigned is None else lax.bitcast_convert_type(x, unsigned)
+
+
 def _row_shards(w: jax.Array) -> jax.Array:
     """[N, ...] -> [8, N/8, ...]: each rank's rows."""
-    return w.reshape(RANKS, w.shape[0] // RANKS, *w.shape[1:])
+    return _bits(w).reshape(RANKS, w.shape[0] // RANKS, *w.shape[1:])
 
 
 def _column_shards(w: jax.Array) -> jax.Array:
     """[N, K] -> [8, N, K/8]: each rank's columns, one segment of the contract's reduction."""
-    return jnp.moveaxis(w.reshape(w.shape[0], RANKS, w.shape[1] // RANKS), 1, 0)
+    return jnp.moveaxis(_bits(w).reshape(w.shape[0], RANKS, w.shape[1] // RANKS), 1, 0)
 
 
 def _w13_shards(w: jax.Array) -> jax.Array:
     """[E, 2I, C] (gate rows, then up rows) -> [8, E, 2I/8, C], 16 gate rows and 16 up rows alternating."""
     e, rows, c = w.shape
     inner = rows // 2 // RANKS
-    split = w.reshape(e, 2, RANKS, inner // TILE, TILE, c)
+    split = _bits(w).reshape(e, 2, RANKS, inner // TILE, TILE, c)
     return split.transpose(2, 0, 3, 1, 4, 5).reshape(RANKS, e, 2 * inner, c)
 
 
 def _w2_shards(w: jax.Array) -> jax.Array:
     """[E, M, C] -> [8, E, M/8, C]."""
     e, m, c = w.shape
-    return jnp.swapaxes(w.reshape(e, RANKS, m // RANKS, c), 0, 1)
+    return jnp.swapaxes(_bits(w).reshape(e, RANKS, m // RANKS, c), 0, 1)
 
 
 def quantize_masters(mesh: Mesh, gate_up: jax.Array, down: jax.Array) -> dict[str, jax.Array]:
@@ -151,9 +158,9 @@ def _experts(config: MuseSparkConfig, mesh: Mesh, params: Mapping[str, jax.Array
     # A kind that no layer has keeps one zero layer, because XLA passes no pointer for an empty buffer.
     w13, w2 = (2 * i // RANKS // TILE, m // TILE), (m // RANKS // TILE, i // TILE)
     empty = {
-        "w13_bf16": (w13, 256, jnp.bfloat16), "w2_bf16": (w2, 256, jnp.bfloat16),
-        "w13_codes": (w13, 32, jnp.uint32), "w13_scales": (w13, TILE, jnp.float8_e4m3fn),
-        "w2_codes": (w2, 32, jnp.uint32), "w2_scales": (w2, TILE, jnp.float8_e4m3fn),
+        "w13_bf16": (w13, 256, jnp.uint16), "w2_bf16": (w2, 256, jnp.uint16),
+        "w13_codes": (w13, 32, jnp.uint32), "w13_scales": (w13, TILE, jnp.uint8),
+        "w2_codes": (w2, 32, jnp.uint32), "w2_scales": (w2, TILE, jnp.uint8),
     }  # fmt: skip
     stacked = {
         name: jnp.stack(arrays, 1)
@@ -188,7 +195,7 @@ def _pack(config: MuseSparkConfig, mesh: Mesh, params: dict[str, jax.Array]) -> 
     head = _row_shards(params["lm_head.weight"])
     head = jnp.pad(head, ((0, 0), (0, -head.shape[1] % TILE), (0, 0)))
     attention = [f"self_attn.{n}_proj.weight" for n in ("q", "k", "v", "gate")]
-    return {
+    packed = {
         "embed": _row_shards(params["embed_tokens.weight"]),
         "hidden_gains": gains(
             "input_layernorm.weight", "pre_feedforward_layernorm.weight", "post_feedforward_layernorm.weight"
@@ -207,3 +214,9 @@ def _pack(config: MuseSparkConfig, mesh: Mesh, params: dict[str, jax.Array]) -> 
         "lm_head": fragments(head),
         **_experts(config, mesh, params),
     }
+    # Resharded as integers, then called what they are.
+    final = {jnp.dtype(jnp.uint16): jnp.bfloat16, jnp.dtype(jnp.uint8): jnp.float8_e4m3fn}
+    for name, x in packed.items():
+        x = lax.with_sharding_constraint(x, NamedSharding(mesh, SPECS[name]))
+        packed[name] = lax.bitcast_convert_type(x, final[x.dtype]) if x.dtype in final else x
+    return packed

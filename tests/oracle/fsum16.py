@@ -74,13 +74,13 @@ def _step(acc: NDArray[np.float32], a: Operand, b: Operand, kind: str) -> NDArra
     total = term.sum(axis=0, dtype=np.int64) + np.where(acc_bits >> 31, -acc_term, acc_term)
 
     # Rule 3: truncate to 24 bits, or to 2**-149. The cast makes 2**128 and above infinite and is exact otherwise.
-    # A negative sum that truncates to nothing becomes -0 here; no recorded result shows which zero the hardware gives.
+    # What truncates to nothing is +0, whatever the sign of the sum.
     magnitude, unit = np.abs(total), e - 25
     length = np.frexp(magnitude.astype(np.float64))[1]
     drop = np.maximum(np.maximum(length - 24, -149 - unit), 0)
     kept = magnitude >> np.minimum(drop, 62)
     value = np.ldexp(kept.astype(np.float64), (unit + drop).astype(np.int32))
-    result = np.where(total < 0, -value, value).astype(np.float32)
+    result = np.where((total < 0) & (kept != 0), -value, value).astype(np.float32)
 
     # Rule 4: signed zeros, then infinities and NaNs by IEEE arithmetic on 0, +-1, inf, NaN (finite sums stay small).
     minus_zero = acc_bits == 0x80000000

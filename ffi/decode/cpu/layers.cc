@@ -18,7 +18,7 @@ namespace {
 
 MUSE_CLONES void embed_row(const uint16_t* table_row, int64_t n, float eps, uint16_t* scratch, float* stream) {
   norm_row(table_row, n, static_cast<const uint16_t*>(nullptr), eps, scratch);
-  for (int64_t i = 0; i < n; ++i) stream[i] = from_bf16(scratch[i]);
+  for (int64_t i = 0; i < n; ++i) stream[i] = canonical(from_bf16(scratch[i]));
 }
 
 MUSE_CLONES void norm_stream_row(const float* s, int64_t n, const uint16_t* gain, float eps, uint16_t* h) {
