@@ -7,7 +7,7 @@ from typing import Annotated
 import jax
 import typer
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
 from muse_jax import decode
 from muse_jax.generate import generate as run_generate
@@ -23,7 +23,8 @@ err = Console(stderr=True, soft_wrap=True, highlight=False)
 
 Checkpoint = Annotated[Path, typer.Argument(help="Checkpoint folder: ours (Orbax) or Hugging Face (safetensors).")]
 Devices = Annotated[
-    int | None, typer.Option(help="Devices that carry the 8 ranks: 1, 2, 4 or 8. Default: as many as there are; on a CPU 8.")
+    int | None,
+    typer.Option(help="Devices that carry the 8 ranks: 1, 2, 4 or 8. Default: as many as there are; on a CPU 8."),
 ]
 Prompt = Annotated[str, typer.Option(help="Text, encoded by the checkpoint's tokenizer.")]
 
@@ -63,7 +64,9 @@ def generate(
     prompt: Prompt = DEFAULT_PROMPT,
     max_new_tokens: Annotated[int, typer.Option(help="Tokens to generate at most.")] = 64,
     devices: Devices = None,
-    check: Annotated[bool, typer.Option("--check", help="Also compare the text's every tap with the reference.")] = False,
+    check: Annotated[
+        bool, typer.Option("--check", help="Also compare the text's every tap with the reference.")
+    ] = False,
 ) -> None:
     """Continue a prompt greedily with the fused decode step."""
     model = _load(checkpoint, devices)
@@ -108,7 +111,7 @@ def parity(
         weights = repack(model.config, params, model.mesh)
         out.print(f"flipped on the decoding side: {described}")
     report = run_parity(model, _encode(model, prompt), steps=steps, weights=weights)
-    table = Table("tap", "bytes", "differing", "first position", "max ulp")
+    table = Table(Column("tap", min_width=35), "bytes", "differing", "first at", "max ulp")
     for tap in report.taps:
         position = "" if tap.first_position is None else str(tap.first_position)
         table.add_row(tap.tap, f"{tap.bytes:,}", str(tap.differing_bytes), position, str(tap.max_ulp))

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from muse_jax.decode import DecodeState, DecodeWeights, StepOutput, decode_step, init_state, prefill
+from muse_jax.decode import DecodeState, DecodeWeights, StepOutput, as_prompts, decode_step, init_state, prefill
 
 if TYPE_CHECKING:
     from muse_jax.language_model import LanguageModel
@@ -50,15 +50,10 @@ def generate(
     Raises:
         ValueError: an empty prompt, ids out of range, or prompt and new tokens beyond max_position_embeddings.
     """
-    if len(prompt_ids) and isinstance(prompt_ids[0], int | np.integer):
-        prompts = [list(prompt_ids)]  # type: ignore[arg-type]
-    else:
-        prompts = [list(p) for p in prompt_ids]  # type: ignore[union-attr]
+    prompts = as_prompts(prompt_ids)
     stops = tuple(model.config.eos_token_ids if stop_ids is None else stop_ids)
     _check(model, prompts, max_new_tokens, stops)
-    state = init_state(
-        model.config, model.mesh, batch=len(prompts), capacity=max(map(len, prompts)) + max_new_tokens
-    )
+    state = init_state(model.config, model.mesh, batch=len(prompts), capacity=max(map(len, prompts)) + max_new_tokens)
     first, state = prefill(model.weights, state, prompts)
     out, reasons, counts, steps, _ = _loop(model.weights, state, first, jnp.asarray(stops, jnp.int32), max_new_tokens)
     out, reasons, counts = np.asarray(out), np.asarray(reasons), np.asarray(counts)

@@ -6,8 +6,9 @@ from collections.abc import Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
-import numpy as np
+from jax.core import Tracer
 from jax.sharding import Mesh
+from jax.typing import ArrayLike
 from tokenizers import Tokenizer
 
 from muse_jax import decode
@@ -64,17 +65,14 @@ class LanguageModel:
         Raises:
             ValueError: ids out of range, capacity exceeded, wrong number of prompts.
         """
-        flat = len(prompts) > 0 and isinstance(prompts[0], int | np.integer)
-        many: Sequence[Sequence[int]] = [prompts] if flat else prompts  # type: ignore[assignment, list-item]
-        return decode.prefill(self.weights, state, many, chunk=chunk)
+        return decode.prefill(self.weights, state, decode.as_prompts(prompts), chunk=chunk)
 
     def prefill_whole(
         self, state: DecodeState, prompts: Sequence[int] | Sequence[Sequence[int]]
     ) -> tuple[StepOutput, DecodeState]:
         """As `prefill`, through the reference's whole-sequence forward: the same bits. The state must be empty."""
-        flat = len(prompts) > 0 and isinstance(prompts[0], int | np.integer)
-        many: Sequence[Sequence[int]] = [prompts] if flat else prompts  # type: ignore[assignment, list-item]
-        return decode.prefill_whole(self.config, state, many, functools.partial(self._reference.taps, self.params))
+        taps = functools.partial(self._reference.taps, self.params)
+        return decode.prefill_whole(self.config, state, decode.as_prompts(prompts), taps)
 
     def decode_step(
         self, state: DecodeState, tokens: jax.Array | Sequence[int], active: jax.Array | None = None
@@ -85,7 +83,7 @@ class LanguageModel:
             (output with one row per sequence, state).
         """
         tokens = jnp.asarray(tokens, jnp.int32)
-        if isinstance(tokens, jax.core.Tracer) or isinstance(state.epoch, jax.core.Tracer):
+        if isinstance(tokens, Tracer) or isinstance(state.epoch, Tracer):
             return decode.decode_step(self.weights, state, tokens, active)
         output, state = self._step(self.weights, state, tokens, active)
         if next(iter(self.mesh.devices.flat)).platform == "cpu":
@@ -93,15 +91,15 @@ class LanguageModel:
             jax.block_until_ready(state.epoch)
         return output, state
 
-    def reference(self, token_ids: jax.typing.ArrayLike) -> jax.Array:
+    def reference(self, token_ids: ArrayLike) -> jax.Array:
         """Logits fp32 [B, T, V] of whole sequences [B, T] by the expert-parallel reference; differentiable."""
         return self._reference.forward(self.params, token_ids)
 
-    def reference_taps(self, token_ids: jax.typing.ArrayLike) -> dict[str, jax.Array]:
+    def reference_taps(self, token_ids: ArrayLike) -> dict[str, jax.Array]:
         """The reference's intermediate arrays by name (docs/architecture.md, "The reference")."""
         return self._reference.taps(self.params, token_ids)
 
-    def log_probs(self, token_ids: jax.typing.ArrayLike) -> jax.Array:
+    def log_probs(self, token_ids: ArrayLike) -> jax.Array:
         """fp32 [B, T-1]: log-probability of every token after the first, by the reference."""
         return self._reference.log_probs(self.params, token_ids)
 

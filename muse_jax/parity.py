@@ -8,7 +8,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from muse_jax.decode import DecodeState, DecodeWeights, StepOutput, Taps, init_state, next_rows, prefill, run_head, run_layers
+from muse_jax.decode import (
+    DecodeState,
+    DecodeWeights,
+    StepOutput,
+    Taps,
+    init_state,
+    next_rows,
+    prefill,
+    run_head,
+    run_layers,
+)
 from muse_jax.decode.state import ring_slots
 
 if TYPE_CHECKING:
@@ -80,9 +90,7 @@ def parity(
     decoded, tokens = decoded_taps(model, token_ids, steps=steps, weights=weights, chunk=chunk)
     reference = {k: np.asarray(v)[0] for k, v in model.reference_taps(np.asarray([tokens], np.int32)).items()}
     layers = model.config.num_hidden_layers
-    return ParityReport(
-        taps=list(compare(decoded, reference, layers)), tokens=tokens, prompt_length=len(token_ids)
-    )
+    return ParityReport(taps=list(compare(decoded, reference, layers)), tokens=tokens, prompt_length=len(token_ids))
 
 
 def decoded_taps(
@@ -99,7 +107,9 @@ def decoded_taps(
         (tap -> array [T, ...]; K and V of sliding layers only for the positions still in the ring, tokens).
     """
     if not len(token_ids) or steps < 0:
-        raise ValueError(f"parity needs at least one token id and steps >= 0, got {len(token_ids)} ids and steps {steps}")
+        raise ValueError(
+            f"parity needs at least one token id and steps >= 0, got {len(token_ids)} ids and steps {steps}"
+        )
     total = len(token_ids) + steps
     state = init_state(model.config, model.mesh, capacity=total)
     taps, tokens, state = _decode(weights or model.weights, state, list(token_ids), steps, chunk)
@@ -166,7 +176,9 @@ def flip_bit(params: Mapping[str, jax.Array], spec: str) -> tuple[dict[str, jax.
     array = np.array(params[name])
     width = 8 * array.dtype.itemsize
     if not 0 <= element < array.size or not 0 <= bit < width:
-        raise ValueError(f"--flip-bit: {name} has elements 0 to {array.size - 1} and bits 0 to {width - 1}, given {spec!r}")
+        raise ValueError(
+            f"--flip-bit: {name} has elements 0 to {array.size - 1} and bits 0 to {width - 1}, given {spec!r}"
+        )
     raw = array.reshape(-1).view(np.uint8)
     raw[element * array.dtype.itemsize + bit // 8] ^= 1 << bit % 8
     flipped = jax.device_put(array, params[name].sharding)

@@ -1,10 +1,9 @@
-// The fused step's two handlers on the CPU backend: check operands, join the gang, and, as the last device to arrive, run
-// the step for all ranks.
-#include "ffi/comm/gang.h"
-#include "ffi/decode/step.h"
-
+// The fused step's two handlers on the CPU backend: check operands, join the gang, and, as the last device to arrive,
+// run the step for all ranks.
 #include "ffi/bindings/handler.h"
 #include "ffi/bindings/registry.h"
+#include "ffi/comm/gang.h"
+#include "ffi/decode/step.h"
 
 namespace muse::bindings {
 namespace {
@@ -24,7 +23,8 @@ class Reader {
       check_->that(false, std::string(name) + " is missing (operand or result " + std::to_string(at) + ")");
       return nullptr;
     }
-    check_->that(buffer->element_type() == type, std::string(name) + " has the wrong element type").shape(name, *buffer, shape);
+    check_->that(buffer->element_type() == type, std::string(name) + " has the wrong element type")
+        .shape(name, *buffer, shape);
     return static_cast<T*>(buffer->untyped_data());
   }
 
@@ -71,7 +71,8 @@ ffi::Future failed(const ffi::Error& error) {
 // The order of these two attributes is the contract with muse_jax/decode/step.py.
 bool read_plan(ffi::Span<const int64_t> dims, ffi::Span<const float> scalars, ffi::Span<const int32_t> kinds, Plan* p,
                Check* check) {
-  check->that(dims.size() == 13, "attribute dims needs 13 numbers").that(scalars.size() == 5, "attribute scalars needs 5");
+  check->that(dims.size() == 13, "attribute dims needs 13 numbers")
+      .that(scalars.size() == 5, "attribute scalars needs 5");
   if (!check->ok()) return false;
   const int64_t* d = dims.begin();
   p->layers = d[0], p->hidden = d[1], p->q_heads = d[2], p->kv_heads = d[3], p->moe_hidden = d[4], p->moe_inner = d[5];
@@ -92,7 +93,7 @@ bool read_plan(ffi::Span<const int64_t> dims, ffi::Span<const float> scalars, ff
   return true;
 }
 
-int64_t count(const Plan& p, bool LayerKind::*field, bool value) {
+int64_t count(const Plan& p, bool LayerKind::* field, bool value) {
   int64_t n = 0;
   for (int64_t l = 0; l < p.layers; ++l) n += p.kind[l].*field == value;
   return n;
@@ -114,8 +115,10 @@ bool read_operands(const ffi::RemainingArgs& args, const ffi::RemainingRets& ret
   check->that(problem.empty(), problem);
   if (!check->ok()) return false;
 
-  const int64_t L = p.layers, H = p.hidden, M = p.moe_hidden, I = p.moe_inner, E = p.experts, T = p.rows, B = p.sequences;
-  const int64_t full = count(p, &LayerKind::full, true), quantized = count(p, &LayerKind::nvfp4, true), plain = L - quantized;
+  const int64_t L = p.layers, H = p.hidden, M = p.moe_hidden, I = p.moe_inner, E = p.experts, T = p.rows,
+                B = p.sequences;
+  const int64_t full = count(p, &LayerKind::full, true), quantized = count(p, &LayerKind::nvfp4, true),
+                plain = L - quantized;
   const auto at_least_one = [](int64_t n) { return n > 0 ? n : int64_t{1}; };  // an empty kind keeps one unused layer
   using ffi::DataType;
   SharedPointers& s = member->call.shared;
@@ -133,7 +136,8 @@ bool read_operands(const ffi::RemainingArgs& args, const ffi::RemainingRets& ret
   const char* cache_names[4] = {"k_full", "v_full", "k_ring", "v_ring"};
   for (int c = 0; c < 4; ++c) {
     const int64_t* shape = c < 2 ? full_shape : ring_shape;
-    caches[c] = in.next<const uint16_t>(cache_names[c], DataType::BF16, {R, shape[0], B, p.kv_rank(), shape[1], kHeadDim});
+    caches[c] =
+        in.next<const uint16_t>(cache_names[c], DataType::BF16, {R, shape[0], B, p.kv_rank(), shape[1], kHeadDim});
   }
   const auto* embed = in.next<const uint16_t>("embed", DataType::BF16, {R, p.vocab_rank(), H});
   s.hidden_gains = in.next<const uint16_t>("hidden_gains", DataType::BF16, {L, 3, H});
@@ -144,14 +148,19 @@ bool read_operands(const ffi::RemainingArgs& args, const ffi::RemainingRets& ret
   const auto* router = in.next<const float>("router", DataType::F32, {R, L, p.experts_rank(), H});
   s.router_bias = in.next<const float>("router_bias", DataType::F32, {L, E});
   const auto* pre = in.next<const uint16_t>("pre_expert", DataType::BF16, {R, L, p.moe_columns() / 16, H / 16, kTile});
-  const auto* post = in.next<const uint16_t>("post_expert", DataType::BF16, {R, L, H / 16, p.moe_columns() / 16, kTile});
-  const int64_t w13_groups = 2 * p.inner_columns() / 16, w2_groups = p.moe_columns() / 16, lb = at_least_one(plain), lq = at_least_one(quantized);
+  const auto* post =
+      in.next<const uint16_t>("post_expert", DataType::BF16, {R, L, H / 16, p.moe_columns() / 16, kTile});
+  const int64_t w13_groups = 2 * p.inner_columns() / 16, w2_groups = p.moe_columns() / 16, lb = at_least_one(plain),
+                lq = at_least_one(quantized);
   const auto* w13_bf16 = in.next<const uint16_t>("w13_bf16", DataType::BF16, {R, lb, E, w13_groups, M / 16, kTile});
   const auto* w2_bf16 = in.next<const uint16_t>("w2_bf16", DataType::BF16, {R, lb, E, w2_groups, I / 16, kTile});
-  const auto* w13_codes = in.next<const uint32_t>("w13_codes", DataType::U32, {R, lq, E, w13_groups, M / 16, kTileWords});
-  const auto* w13_scales = in.next<const uint8_t>("w13_scales", DataType::F8E4M3FN, {R, lq, E, w13_groups, M / 16, kTileScales});
+  const auto* w13_codes =
+      in.next<const uint32_t>("w13_codes", DataType::U32, {R, lq, E, w13_groups, M / 16, kTileWords});
+  const auto* w13_scales =
+      in.next<const uint8_t>("w13_scales", DataType::F8E4M3FN, {R, lq, E, w13_groups, M / 16, kTileScales});
   const auto* w2_codes = in.next<const uint32_t>("w2_codes", DataType::U32, {R, lq, E, w2_groups, I / 16, kTileWords});
-  const auto* w2_scales = in.next<const uint8_t>("w2_scales", DataType::F8E4M3FN, {R, lq, E, w2_groups, I / 16, kTileScales});
+  const auto* w2_scales =
+      in.next<const uint8_t>("w2_scales", DataType::F8E4M3FN, {R, lq, E, w2_groups, I / 16, kTileScales});
   s.scale_2 = in.next<const float>("scale_2", DataType::F32, {L, E, 3});
   s.input_scales = in.next<const float>("input_scales", DataType::F32, {L, 2});
 
@@ -250,7 +259,8 @@ ffi::Future layers_impl(ffi::RunId run, ffi::RemainingArgs args, ffi::RemainingR
       return failed(check.error());
     const SharedPointers& s = member->call.shared;
     uint64_t digest = hash_bytes(0xCBF29CE484222325ull, dims.begin(), dims.size() * sizeof(int64_t));
-    for (const int32_t* operand : {s.token, s.sequence, s.position}) digest = hash_bytes(digest, operand, p.rows * sizeof(int32_t));
+    for (const int32_t* operand : {s.token, s.sequence, s.position})
+      digest = hash_bytes(digest, operand, p.rows * sizeof(int32_t));
     digest = hash_bytes(digest, s.lengths, p.sequences * sizeof(int32_t));
     digest = hash_bytes(digest, s.ancestors, p.rows * p.rows);
     const GangKey key{run.run_id, member->epoch[0], member->epoch[1], digest};
@@ -276,8 +286,8 @@ Status run_head(const std::vector<HeadMember*>& members) {
 }
 
 ffi::Future head_impl(ffi::RunId run, S32 ranks, F32 stream, Bf16 gain, Bf16 lm_head, S32 sequence, S32 epoch,
-                      ffi::Result<F32> logits, ffi::Result<S32> token, ffi::Result<ffi::Buffer<ffi::PRED>> nan, int64_t vocab, float eps, float multiplier,
-                      float cap, float wait_limit) {
+                      ffi::Result<F32> logits, ffi::Result<S32> token, ffi::Result<ffi::Buffer<ffi::PRED>> nan,
+                      int64_t vocab, float eps, float multiplier, float cap, float wait_limit) {
   try {
     Check check("decode_head");
     check.rank("ranks", ranks, 1).rank("stream", stream, 2).multiple("vocab_size", vocab, kRanks);
@@ -295,8 +305,18 @@ ffi::Future head_impl(ffi::RunId run, S32 ranks, F32 stream, Bf16 gain, Bf16 lm_
         .shape("nan", *nan, {T});
     if (!check.ok()) return failed(check.error());
     auto member = std::make_shared<HeadMember>();
-    member->call = {T,      H,   vocab, eps, multiplier, cap, stream.typed_data(), bits(gain), sequence.typed_data(),
-                    {}, {}, {{token->typed_data(), nan->typed_data()}}};
+    member->call = {T,
+                    H,
+                    vocab,
+                    eps,
+                    multiplier,
+                    cap,
+                    stream.typed_data(),
+                    bits(gain),
+                    sequence.typed_data(),
+                    {},
+                    {},
+                    {{token->typed_data(), nan->typed_data()}}};
     member->ranks.assign(ranks.typed_data(), ranks.typed_data() + R);
     for (int64_t i = 0; i < R; ++i) {
       const int32_t rank = ranks.typed_data()[i];

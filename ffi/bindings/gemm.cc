@@ -6,9 +6,7 @@
 namespace muse::bindings {
 namespace {
 
-Nvfp4 nvfp4(const U8& codes, const E4m3& scales) {
-  return {codes.typed_data(), scale_bits(scales)};
-}
+Nvfp4 nvfp4(const U8& codes, const E4m3& scales) { return {codes.typed_data(), scale_bits(scales)}; }
 
 void check_codes(Check& check, const char* name, const U8& codes, const E4m3& scales, int64_t rows, int64_t inner) {
   check.shape(name, codes, {rows, inner / 2});

@@ -85,7 +85,8 @@ class Check {
 
   Check& multiple(const char* name, int64_t value, int64_t of) {
     if (value <= 0 || value % of)
-      fail(std::string(name) + " is " + std::to_string(value) + ", expected a positive multiple of " + std::to_string(of));
+      fail(std::string(name) + " is " + std::to_string(value) + ", expected a positive multiple of " +
+           std::to_string(of));
     return *this;
   }
 
@@ -118,7 +119,8 @@ template <>
 struct CtxDecoding<muse::bindings::StreamContext> {
   using Type = muse::Stream;
 #if defined(MUSE_CUDA_MODULE)
-  static std::optional<Type> Decode(const XLA_FFI_Api* api, XLA_FFI_ExecutionContext* ctx, DiagnosticEngine& diagnostic) {
+  static std::optional<Type> Decode(const XLA_FFI_Api* api, XLA_FFI_ExecutionContext* ctx,
+                                    DiagnosticEngine& diagnostic) {
     return CtxDecoding<PlatformStream<void*>>::Decode(api, ctx, diagnostic);
   }
 #else

@@ -43,8 +43,6 @@ XLA_FFI_DEFINE_HANDLER(kHead, head_impl,
 XLA_FFI_DEFINE_HANDLER(kLogProb, log_prob_impl, ffi::Ffi::Bind().Ctx<StreamContext>().Arg<F32>().Arg<S32>().Ret<F32>());
 }  // namespace
 
-HandlerList head_handlers() {
-  return {{"muse_head_v1", kHead}, {"muse_log_prob_v1", kLogProb}};
-}
+HandlerList head_handlers() { return {{"muse_head_v1", kHead}, {"muse_log_prob_v1", kLogProb}}; }
 
 }  // namespace muse::bindings

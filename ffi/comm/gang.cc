@@ -43,21 +43,24 @@ class Gangs {
     uint32_t mask = 0;
     std::string problem;
     for (const int32_t r : member.ranks) {
-      if (r < 0 || r >= kRanks || (mask >> r & 1u)) problem = "ranks must be distinct and in 0..7, got " + std::to_string(r);
+      if (r < 0 || r >= kRanks || (mask >> r & 1u))
+        problem = "ranks must be distinct and in 0..7, got " + std::to_string(r);
       if (problem.empty()) mask |= 1u << r;
     }
     std::unique_lock<std::mutex> lock(mutex_);
     const auto [at, created] = gangs_.try_emplace(key);
     Gang& gang = at->second;
     if (problem.empty() && (gang.present & mask))
-      problem = "rank " + list_ranks(gang.present & mask) +
-                " joined twice: the same state is stepped twice at once; pass the state that a step returns to the next";
+      problem =
+          "rank " + list_ranks(gang.present & mask) +
+          " joined twice: the same state is stepped twice at once; pass the state that a step returns to the next";
     gang.members.push_back(std::move(member));
     gang.present |= mask;
     if (created) {
       gang.what = what;
       gang.limit_seconds = limit_seconds;
-      gang.deadline = Clock::now() + std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(limit_seconds));
+      gang.deadline =
+          Clock::now() + std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(limit_seconds));
       changed_.notify_one();
     }
     if (problem.empty() && gang.present != (1u << kRanks) - 1) return {};
@@ -89,9 +92,10 @@ class Gangs {
         gangs_.erase(first);
         lock.unlock();
         const uint32_t missing = ~gang.present & ((1u << kRanks) - 1);
-        complete_all(gang.members, {gang.what + ": waited " + std::to_string(gang.limit_seconds) + " s, but rank(s) " +
-                               list_ranks(missing) +
-                               " never joined the step; run it inside shard_map over a mesh that carries all 8 ranks"});
+        complete_all(
+            gang.members,
+            {gang.what + ": waited " + std::to_string(gang.limit_seconds) + " s, but rank(s) " + list_ranks(missing) +
+             " never joined the step; run it inside shard_map over a mesh that carries all 8 ranks"});
         lock.lock();
       }
     }
@@ -105,8 +109,7 @@ class Gangs {
 }  // namespace
 
 bool GangKey::operator<(const GangKey& other) const {
-  return std::tie(run_id, state_id, epoch, digest) <
-         std::tie(other.run_id, other.state_id, other.epoch, other.digest);
+  return std::tie(run_id, state_id, epoch, digest) < std::tie(other.run_id, other.state_id, other.epoch, other.digest);
 }
 
 void complete_all(const std::vector<GangMember>& members, const Status& status) {

@@ -1,8 +1,8 @@
 // Where the devices of one step meet on the CPU backend.
 //
 // A handler may not block: XLA runs independent calls of different devices in different orders on few threads, and
-// blocking barriers deadlock. So each device's call joins a gang and returns a future; the last arrival does the work of
-// all ranks and completes everybody. A gang that stays incomplete for its time limit ends in an error that names the
+// blocking barriers deadlock. So each device's call joins a gang and returns a future; the last arrival does the work
+// of all ranks and completes everybody. A gang that stays incomplete for its time limit ends in an error that names the
 // missing ranks: no wait is unbounded.
 #pragma once
 

@@ -12,8 +12,8 @@ namespace muse {
 // exception thrown by a body is rethrown here.
 void parallel_for(int64_t count, const std::function<void(int64_t)>& body);
 
-// Runs `task` on a thread of its own, reused when idle. For completing XLA's futures: a completion runs whatever waits for
-// it, which may block on another device's completion, so no two may share a thread.
+// Runs `task` on a thread of its own, reused when idle. For completing XLA's futures: a completion runs whatever waits
+// for it, which may block on another device's completion, so no two may share a thread.
 void run_detached(std::function<void()> task);
 
 }  // namespace muse

@@ -1,6 +1,6 @@
 // Fragment order of the decode weights: one 16 x 16 tile is stored as the 32 lanes of mma.m16n8k16 hold its A operand,
-// so that a GPU warp loads a tile with one 16-byte (bf16) or 4-byte (NVFP4) access per lane and no shuffle. The CPU reads
-// the same bytes (cpu/fragments.h). docs/architecture.md draws the picture; muse_jax/weights/repack.py writes it.
+// so that a GPU warp loads a tile with one 16-byte (bf16) or 4-byte (NVFP4) access per lane and no shuffle. The CPU
+// reads the same bytes (cpu/fragments.h). docs/architecture.md draws the picture; muse_jax/weights/repack.py writes it.
 #pragma once
 
 #include "ffi/numerics/formats.h"

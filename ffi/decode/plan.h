@@ -73,9 +73,9 @@ struct Plan {
 // Empty when the plan can run; otherwise what is wrong, for the caller's error.
 inline std::string check_plan(const Plan& p) {
   const auto multiple = [](const char* name, int64_t value, int64_t of) {
-    return value > 0 && value % of == 0
-               ? std::string()
-               : std::string(name) + " is " + std::to_string(value) + ", expected a positive multiple of " + std::to_string(of);
+    return value > 0 && value % of == 0 ? std::string()
+                                        : std::string(name) + " is " + std::to_string(value) +
+                                              ", expected a positive multiple of " + std::to_string(of);
   };
   for (const std::string& problem :
        {multiple("hidden_size", p.hidden, 128), multiple("moe_hidden_size", p.moe_hidden, 128),

@@ -28,10 +28,10 @@ struct SharedPointers {
 
 // Results of one device. The three taps are all null when not asked for.
 struct StepResults {
-  float* stream;                // [rows, H]
-  float* tap_residuals;         // [layers run, 2, rows, H]: after attention, after the MoE
-  int32_t* tap_experts;         // [layers run, rows, K]
-  float* tap_weights;           // [layers run, rows, K]
+  float* stream;         // [rows, H]
+  float* tap_residuals;  // [layers run, 2, rows, H]: after attention, after the MoE
+  int32_t* tap_experts;  // [layers run, rows, K]
+  float* tap_weights;    // [layers run, rows, K]
 };
 
 struct StepCall {
@@ -53,9 +53,9 @@ struct HeadResults {
 struct HeadCall {
   int64_t rows, hidden, vocab;
   float eps, multiplier, cap;
-  const float* stream;       // [rows, H]
-  const uint16_t* gain;      // [H]
-  const int32_t* sequence;   // [rows]
+  const float* stream;      // [rows, H]
+  const uint16_t* gain;     // [H]
+  const int32_t* sequence;  // [rows]
   const uint16_t* lm_head[kRanks];
   float* logits[kRanks];  // each [rows, V/8]
   std::vector<HeadResults> results;

@@ -68,7 +68,8 @@ MUSE_FN uint8_t to_e4m3_sat(float x) {
 MUSE_FN float from_e2m1(uint32_t code) {
   // Magnitude bits eem: 0, .5 and from 1 on an ordinary fp32 with exponent ee+126 and one fraction bit.
   const uint32_t magnitude = code & 7u, sign = (code & 8u) << 28;
-  const uint32_t bits = magnitude < 2 ? magnitude * 0x3F000000u : ((magnitude >> 1) + 126u) << 23 | (magnitude & 1u) << 22;
+  const uint32_t bits =
+      magnitude < 2 ? magnitude * 0x3F000000u : ((magnitude >> 1) + 126u) << 23 | (magnitude & 1u) << 22;
   return bit_cast<float>(sign | bits);
 }
 

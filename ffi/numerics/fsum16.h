@@ -6,8 +6,6 @@
 
 namespace muse {
 
-
-
 namespace fsum16_detail {
 
 struct Term {

@@ -26,10 +26,18 @@ inline void cos_sin(float angle, float* cosine, float* sine) {
   s = r + r * z * s;
   c = 1.0 + z * c;
   switch (static_cast<int64_t>(n) & 3) {
-    case 0: *cosine = static_cast<float>(c), *sine = static_cast<float>(s); break;
-    case 1: *cosine = static_cast<float>(-s), *sine = static_cast<float>(c); break;
-    case 2: *cosine = static_cast<float>(-c), *sine = static_cast<float>(-s); break;
-    default: *cosine = static_cast<float>(s), *sine = static_cast<float>(-c); break;
+    case 0:
+      *cosine = static_cast<float>(c), *sine = static_cast<float>(s);
+      break;
+    case 1:
+      *cosine = static_cast<float>(-s), *sine = static_cast<float>(c);
+      break;
+    case 2:
+      *cosine = static_cast<float>(-c), *sine = static_cast<float>(-s);
+      break;
+    default:
+      *cosine = static_cast<float>(s), *sine = static_cast<float>(-c);
+      break;
   }
 }
 

@@ -1,7 +1,7 @@
 """The fused decode step: weights, state, rows, and the two custom calls."""
 
 from muse_jax.decode.hlo import custom_calls
-from muse_jax.decode.prefill import prefill, prefill_whole
+from muse_jax.decode.prefill import as_prompts, prefill, prefill_whole
 from muse_jax.decode.rows import MAX_ROWS, Rows, chain_rows, next_rows, tree_rows
 from muse_jax.decode.state import DecodeState, init_state
 from muse_jax.decode.step import StepOutput, Taps, decode_step, run_head, run_layers
@@ -14,6 +14,7 @@ __all__ = [
     "Rows",
     "StepOutput",
     "Taps",
+    "as_prompts",
     "chain_rows",
     "custom_calls",
     "decode_step",

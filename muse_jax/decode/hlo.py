@@ -8,4 +8,4 @@ import jax
 
 def custom_calls(compiled: jax.stages.Compiled) -> dict[str, int]:
     """Target name -> number of call sites of our custom calls (``muse_...``) in a compiled program."""
-    return dict(collections.Counter(re.findall(r'custom_call_target="(muse_[a-z0-9_]+)"', compiled.as_text())))
+    return dict(collections.Counter(re.findall(r'custom_call_target="(muse_[a-z0-9_]+)"', compiled.as_text() or "")))

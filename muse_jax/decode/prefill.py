@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
+from typing import cast
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +16,13 @@ from muse_jax.decode.state import DecodeState
 from muse_jax.decode.step import StepOutput, Taps, run_head, run_layers
 from muse_jax.decode.weights import DecodeWeights
 from muse_jax.mesh import RANKS
+
+
+def as_prompts(prompts: Sequence[int] | Sequence[Sequence[int]]) -> list[list[int]]:
+    """One prompt or several -> a list of prompts."""
+    if len(prompts) and isinstance(prompts[0], int | np.integer):
+        return [[int(token) for token in cast(Sequence[int], prompts)]]
+    return [[int(token) for token in prompt] for prompt in cast(Sequence[Sequence[int]], prompts)]
 
 
 def prefill(
@@ -73,8 +81,10 @@ def prefill(
 @functools.partial(jax.jit, static_argnames=("taps",), donate_argnames=("state",))
 def _layers(weights: DecodeWeights, state: DecodeState, rows, taps: bool):
     stream, state, values = run_layers(weights, state, rows, taps=taps)
-    counts = jnp.zeros_like(state.lengths).at[rows.sequence].add(
-        (rows.sequence >= 0).astype(jnp.int32), mode="drop", wrap_negative_indices=False
+    counts = (
+        jnp.zeros_like(state.lengths)
+        .at[rows.sequence]
+        .add((rows.sequence >= 0).astype(jnp.int32), mode="drop", wrap_negative_indices=False)
     )
     return stream, dataclasses.replace(state, lengths=state.lengths + counts), values
 
@@ -129,7 +139,11 @@ def prefill_whole(
 def _by_rank(layer: jax.Array) -> jax.Array:
     """bf16 [B, T, kv, 64] -> uint16 [8, B, kv/8, T, 64]: XLA:CPU reshards bf16 through fp32, which changes NaNs."""
     batch, length, heads, width = layer.shape
-    return lax.bitcast_convert_type(layer, jnp.uint16).reshape(batch, length, RANKS, heads // RANKS, width).transpose(2, 0, 3, 1, 4)
+    return (
+        lax.bitcast_convert_type(layer, jnp.uint16)
+        .reshape(batch, length, RANKS, heads // RANKS, width)
+        .transpose(2, 0, 3, 1, 4)
+    )
 
 
 def _positions_of_slots(lengths: np.ndarray, slots: int, ring: int | None) -> np.ndarray:

@@ -112,7 +112,7 @@ def _w2_shards(w: jax.Array) -> jax.Array:
 
 
 def quantize_masters(mesh: Mesh, gate_up: jax.Array, down: jax.Array) -> dict[str, jax.Array]:
-    """bf16 masters [E, 2I, M], [E, M, I] -> the NVFP4 arrays of a checkpoint, by suffix; each rank quantises its own."""
+    """bf16 masters [E, 2I, M], [E, M, I] -> a checkpoint's NVFP4 arrays by suffix; each rank quantises its own."""
 
     def local(gate_up: jax.Array, down: jax.Array):
         e, rows, m = gate_up.shape
@@ -150,7 +150,9 @@ def _experts(config: MuseSparkConfig, mesh: Mesh, params: Mapping[str, jax.Array
         out["w13_scales"].append(scale_tiles(_w13_shards(own["gate_up_proj_weight_scale"])))
         out["w2_codes"].append(code_fragments(_w2_shards(own["down_proj"])))
         out["w2_scales"].append(scale_tiles(_w2_shards(own["down_proj_weight_scale"])))
-        scale_2.append(jnp.concatenate([own["gate_up_proj_weight_scale_2"], own["down_proj_weight_scale_2"][:, None]], 1))
+        scale_2.append(
+            jnp.concatenate([own["gate_up_proj_weight_scale_2"], own["down_proj_weight_scale_2"][:, None]], 1)
+        )
         one = jnp.ones(1, jnp.float32)
         input_scales.append(
             jnp.stack([jnp.max(own.get(f"{w}_input_scale", one)) for w in ("gate_up_proj", "down_proj")])

@@ -15,8 +15,8 @@ struct Group {
   int64_t layer;
   const uint16_t *k, *v;  // the cache of this sequence and head: [slots, 64]
   const ActiveRow* const* rows;
-  int64_t row_count, heads;       // query heads per kv head
-  const uint16_t* const* q;       // per row: the first of its `heads` heads
+  int64_t row_count, heads;  // query heads per kv head
+  const uint16_t* const* q;  // per row: the first of its `heads` heads
   uint16_t* const* a;
 };
 
@@ -24,8 +24,7 @@ struct Group {
 MUSE_FN uint32_t visible_mask(const Plan& plan, int64_t layer, const ActiveRow& row, int64_t start) {
   const int64_t first = plan.first_visible(layer, row.position);
   uint32_t mask = 0;
-  for (int i = 0; i < kBlock; ++i)
-    mask |= static_cast<uint32_t>(start + i >= first && start + i <= row.position) << i;
+  for (int i = 0; i < kBlock; ++i) mask |= static_cast<uint32_t>(start + i >= first && start + i <= row.position) << i;
   return mask;
 }
 

@@ -16,12 +16,13 @@ struct Operand16 {
   const RowBlock* at(int64_t row, int64_t block) const { return data.data() + row * blocks + block; }
 };
 
-// Sixteen columns: out[(segment * n + i) * 16 + column] = chain over the segment of row rows[i] (or i when rows is null),
-// K being `segments` segments of `blocks` blocks that start at block `first` of the operand.
+// Sixteen columns: out[(segment * n + i) * 16 + column] = chain over the segment of row rows[i] (or i when rows is
+// null), K being `segments` segments of `blocks` blocks that start at block `first` of the operand.
 void bf16_group(const uint16_t* tiles, int segments, int64_t blocks, const Operand16& x, int64_t first,
                 const int32_t* rows, int64_t n, float* out);
 
-// The same for NVFP4 weights and bf16 rows (W4A16), and for NVFP4 rows (W4A4: `x` has `segments * blocks` blocks a row).
+// The same for NVFP4 weights and bf16 rows (W4A16), and for NVFP4 rows (W4A4: `x` has `segments * blocks` blocks a
+// row).
 void w4a16_group(const uint32_t* tiles, const uint8_t* scales, int segments, int64_t blocks, const Operand16& x,
                  const int32_t* rows, int64_t n, float* out);
 void w4a4_group(const uint32_t* tiles, const uint8_t* scales, int segments, int64_t blocks, const CodeRow* x,

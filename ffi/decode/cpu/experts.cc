@@ -60,11 +60,11 @@ struct ExpertGemm {
     if (!nvfp4)
       bf16_group(bf16 + first_tile * kTile, kSegments, segment, x.bf16, 0, rows, n, out);
     else if (quantize)
-      w4a4_group(codes + first_tile * kTileWords, scales + first_tile * kTileScales, kSegments, segment,
-                 x.codes.data(), rows, n, out);
+      w4a4_group(codes + first_tile * kTileWords, scales + first_tile * kTileScales, kSegments, segment, x.codes.data(),
+                 rows, n, out);
     else
-      w4a16_group(codes + first_tile * kTileWords, scales + first_tile * kTileScales, kSegments, segment, x.bf16,
-                  rows, n, out);
+      w4a16_group(codes + first_tile * kTileWords, scales + first_tile * kTileScales, kSegments, segment, x.bf16, rows,
+                  n, out);
   }
 };
 

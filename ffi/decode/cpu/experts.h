@@ -1,5 +1,5 @@
-// The experts of one layer of the fused step on the CPU, N-sharded: every rank holds an eighth of the output rows of each
-// GEMM of every expert.
+// The experts of one layer of the fused step on the CPU, N-sharded: every rank holds an eighth of the output rows of
+// each GEMM of every expert.
 #pragma once
 
 #include <vector>

@@ -10,7 +10,8 @@ namespace muse {
 namespace {
 
 // Final norm of the rounded stream.
-MUSE_CLONES void final_norm(const float* s, int64_t n, const uint16_t* gain, float eps, uint16_t* scratch, uint16_t* h) {
+MUSE_CLONES void final_norm(const float* s, int64_t n, const uint16_t* gain, float eps, uint16_t* scratch,
+                            uint16_t* h) {
   for (int64_t i = 0; i < n; ++i) scratch[i] = to_bf16(s[i]);
   norm_row(static_cast<const uint16_t*>(scratch), n, gain, eps, h);
 }

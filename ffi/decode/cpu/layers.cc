@@ -1,5 +1,5 @@
-// The fused decode step on the CPU: all layers, all eight ranks. Each rank's weights are used only for that rank's share,
-// as on a GPU; what a GPU exchanges between ranks is here the arrays that all ranks write and read.
+// The fused decode step on the CPU: all layers, all eight ranks. Each rank's weights are used only for that rank's
+// share, as on a GPU; what a GPU exchanges between ranks is here the arrays that all ranks write and read.
 #include <string>
 
 #include "ffi/comm/pool.h"
@@ -44,8 +44,7 @@ MUSE_CLONES void rope_heads(uint16_t* x, int64_t heads, const float* rope, float
 }
 
 MUSE_CLONES void gate_heads(const uint16_t* a, const uint16_t* u, int64_t heads, float eps, uint16_t* o) {
-  for (int64_t h = 0; h < heads; ++h)
-    attention_gate_head(a + h * kHeadDim, u + h * kHeadDim, eps, o + h * kHeadDim);
+  for (int64_t h = 0; h < heads; ++h) attention_gate_head(a + h * kHeadDim, u + h * kHeadDim, eps, o + h * kHeadDim);
 }
 
 MUSE_CLONES float router_dot(int64_t n, const uint16_t* h, const float* w) { return dot(n, h, w); }
@@ -86,7 +85,8 @@ class Step {
       tap_residual(l, 1);
     }
     for (const StepResults& r : call_.results)
-      for (int64_t i = 0; i < n_; ++i) memcpy(r.stream + rows_[i].row * p_.hidden, stream(i), p_.hidden * sizeof(float));
+      for (int64_t i = 0; i < n_; ++i)
+        memcpy(r.stream + rows_[i].row * p_.hidden, stream(i), p_.hidden * sizeof(float));
     return {};
   }
 
@@ -131,8 +131,8 @@ class Step {
     parallel_for(kRanks * groups, [&](int64_t item) {
       const int64_t rank = item / groups, group = item % groups;
       std::vector<float> sums(kSegments * n_ * kLanes);
-      bf16_group(call_.rank[rank].qkvu + p_.qkvu(l) + group * blocks * kTile, kSegments, blocks / kSegments, operand_, 0,
-                 nullptr, n_, sums.data());
+      bf16_group(call_.rank[rank].qkvu + p_.qkvu(l) + group * blocks * kTile, kSegments, blocks / kSegments, operand_,
+                 0, nullptr, n_, sums.data());
       store_qkvu(rank, group * kLanes, sums.data());
     });
 
@@ -146,9 +146,8 @@ class Step {
     a_.resize(n_ * q_width);
     attend(call_, l, rows_, q_.data(), a_.data());
     o_.resize(n_ * q_width);
-    parallel_for(n_, [&](int64_t i) {
-      gate_heads(&a_[i * q_width], &u_[i * q_width], p_.q_heads, p_.eps, &o_[i * q_width]);
-    });
+    parallel_for(
+        n_, [&](int64_t i) { gate_heads(&a_[i * q_width], &u_[i * q_width], p_.q_heads, p_.eps, &o_[i * q_width]); });
     row_parallel(o_.data(), q_width, &RankPointers::o, p_.o(l));
     parallel_for(n_, [&](int64_t i) {
       std::vector<uint16_t> branch(p_.hidden);
@@ -180,15 +179,15 @@ class Step {
   }
 
   // y = R(x w^T) with w split by columns: rank r's partial sum is segment r of the contract's GEMM.
-  void row_parallel(const uint16_t* x, int64_t width, const uint16_t* RankPointers::*weights, int64_t offset) {
+  void row_parallel(const uint16_t* x, int64_t width, const uint16_t* RankPointers::* weights, int64_t offset) {
     operand_.load(x, n_, width);
     y_.resize(n_ * p_.hidden);
     const int64_t blocks = width / kRanks / kBlock;
     parallel_for(p_.hidden / kLanes, [&](int64_t group) {
       std::vector<float> partial(kRanks * n_ * kLanes);
       for (int64_t rank = 0; rank < kRanks; ++rank)
-        bf16_group(call_.rank[rank].*weights + offset + group * blocks * kTile, 1, blocks, operand_, rank * blocks, nullptr,
-                   n_, &partial[rank * n_ * kLanes]);
+        bf16_group(call_.rank[rank].*weights + offset + group * blocks * kTile, 1, blocks, operand_, rank * blocks,
+                   nullptr, n_, &partial[rank * n_ * kLanes]);
       store_columns(partial.data(), n_, p_.hidden, &y_[group * kLanes]);
     });
   }
@@ -232,8 +231,8 @@ class Step {
     row_parallel(pooled_.data(), p_.moe_hidden, &RankPointers::post_expert, p_.post_expert(l));
     parallel_for(n_, [&](int64_t i) {
       std::vector<uint16_t> branch(p_.hidden);
-      norm_scale_first_row(&y_[i * p_.hidden], p_.hidden, call_.shared.hidden_gains + (3 * l + 2) * p_.hidden, p_.post_eps,
-                           branch.data());
+      norm_scale_first_row(&y_[i * p_.hidden], p_.hidden, call_.shared.hidden_gains + (3 * l + 2) * p_.hidden,
+                           p_.post_eps, branch.data());
       update_row(stream(i), branch.data(), gates(l, 2), p_.hidden, stream(i));
     });
   }

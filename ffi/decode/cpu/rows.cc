@@ -7,7 +7,8 @@ namespace muse {
 namespace {
 
 std::string at(const char* name, int64_t row, int64_t value, const std::string& allowed) {
-  return "decode: " + std::string(name) + "[" + std::to_string(row) + "] is " + std::to_string(value) + ", allowed: " + allowed;
+  return "decode: " + std::string(name) + "[" + std::to_string(row) + "] is " + std::to_string(value) +
+         ", allowed: " + allowed;
 }
 
 std::string span(int64_t low, int64_t high) { return std::to_string(low) + " to " + std::to_string(high); }
@@ -26,17 +27,17 @@ Status resolve_path(const Plan& plan, const SharedPointers& shared, const std::v
     if (depth < 0 || depth >= static_cast<int64_t>(row->path.size()) || row->path[depth] >= 0)
       return {"decode: row " + std::to_string(u) + " at position " + std::to_string(shared.position[u]) +
               " is not on a path to row " + std::to_string(row->row) + " at position " + std::to_string(row->position) +
-              "; ancestors hold one row for every position from the committed length " + std::to_string(row->committed) +
-              " to the row's own"};
+              "; ancestors hold one row for every position from the committed length " +
+              std::to_string(row->committed) + " to the row's own"};
     row->path[depth] = write[u];
   }
   for (size_t d = 0; d < row->path.size(); ++d)
     if (row->path[d] < 0)
-      return {"decode: row " + std::to_string(row->row) + " has no ancestor at position " +
-              std::to_string(row->committed + static_cast<int64_t>(d)) +
-              "; ancestors hold one row for every position from the committed length to the row's own, itself included"};
-  if (row->path.back() != row->write)
-    return {"decode: row " + std::to_string(row->row) + " must be its own ancestor"};
+      return {
+          "decode: row " + std::to_string(row->row) + " has no ancestor at position " +
+          std::to_string(row->committed + static_cast<int64_t>(d)) +
+          "; ancestors hold one row for every position from the committed length to the row's own, itself included"};
+  if (row->path.back() != row->write) return {"decode: row " + std::to_string(row->row) + " must be its own ancestor"};
   return {};
 }
 

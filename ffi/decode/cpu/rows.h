@@ -8,7 +8,7 @@
 namespace muse {
 
 struct ActiveRow {
-  int64_t row;        // index in the call's operands
+  int64_t row;  // index in the call's operands
   int32_t token, sequence;
   int64_t position;
   int64_t committed;  // positions below are in the cache already

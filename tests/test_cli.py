@@ -1,0 +1,97 @@
+"""The command line and the README's example, run as a user runs them."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+
+
+def run(*arguments, code=0, cwd=ROOT):
+    environment = {k: v for k, v in os.environ.items() if k not in ("XLA_FLAGS", "PJRT_NPROC")}
+    done = subprocess.run(
+        [sys.executable, *map(str, arguments)], capture_output=True, text=True, cwd=cwd, env=environment, timeout=300
+    )
+    assert done.returncode == code, done.stdout + done.stderr
+    return done.stdout if code in (0, 1) else done.stderr
+
+
+def muse(*arguments, code=0):
+    return run("-m", "muse_jax.cli", *arguments, code=code)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    path = tmp_path_factory.mktemp("checkpoints") / "tiny"
+    run(ROOT / "checkpoints" / "make_tiny.py", path)
+    return path
+
+
+def test_generate(checkpoint):
+    out = muse("generate", checkpoint, "--max-new-tokens", 8, "--check")
+    assert "differing bytes: 0 of" in out and re.search(r"8 x cpu, 8 ranks", out)
+    assert re.search(r"custom calls per step +2 ", out)
+    ids = re.search(r"token ids +([\d ]+)", out)
+    two = muse("generate", checkpoint, "--max-new-tokens", 8, "--devices", 2)
+    assert "2 x cpu" in two and ids is not None and ids.group(1).strip() in two
+
+
+def test_parity(checkpoint):
+    out = muse("parity", checkpoint, "--steps", 64)
+    assert "differing bytes: 0 of" in out and "first difference" not in out
+
+
+@pytest.mark.parametrize(
+    ("name", "tap"),
+    [
+        ("layers.3.self_attn.o_proj.weight", "layers.3.post_attention_residual"),
+        ("layers.2.self_attn.k_proj.weight:5:14", "layers.2.k"),
+        ("layers.4.mlp.gate.weight:0:22", "layers.4.router_weights"),
+        ("layers.1.mlp.post_expert_proj.weight", "layers.1.post_feedforward_residual"),
+        ("lm_head.weight:3", "logits"),
+    ],
+)
+def test_flipped_bit_is_found(checkpoint, name, tap):
+    out = muse("parity", checkpoint, "--steps", 4, "--flip-bit", name, code=1)
+    assert f"first difference: {tap}," in out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["generate", "nowhere"], "no such folder"),
+        (["parity", "CHECKPOINT", "--flip-bit", "layers.3.o_proj"], "no parameter 'layers.3.o_proj'"),
+        (["parity", "CHECKPOINT", "--flip-bit", "norm.weight:999"], "elements 0 to 255"),
+        (["parity", "CHECKPOINT", "--flip-bit", "norm.weight:x"], "expected NAME[:ELEMENT[:BIT]]"),
+        (["generate", "CHECKPOINT", "--max-new-tokens", "0"], "max_new_tokens is 0, allowed: 1 or more"),
+        (["generate", "CHECKPOINT", "--max-new-tokens", "5000"], "max_position_embeddings"),
+        (["generate", "CHECKPOINT", "--devices", "3"], "allowed: 1, 2, 4 or 8"),
+    ],
+)
+def test_bad_input_is_explained(checkpoint, arguments, message):
+    err = muse(*[checkpoint if a == "CHECKPOINT" else a for a in arguments], code=2)
+    assert message in err and "Traceback" not in err
+
+
+def test_readme_example(checkpoint, tmp_path):
+    code = re.search(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.S)
+    assert code is not None
+    script = tmp_path / "example.py"
+    script.write_text(
+        'import jax\njax.config.update("jax_num_cpu_devices", 8)\n'
+        + code.group(1).replace("checkpoints/tiny", str(checkpoint))
+        + "\nprint(len(out.tokens[0]), logits.shape)\n"
+    )
+    assert run(script).startswith("[")
+
+
+def test_documents_name_only_what_exists():
+    for document in [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]:
+        for name in re.findall(
+            r"`((?:tests|docs|ffi|muse_jax|checkpoints|benchmarks)/[\w./*-]*)`", document.read_text()
+        ):
+            assert list(ROOT.glob(name.rstrip("/"))), f"{document.name} names {name}"
