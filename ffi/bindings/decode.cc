@@ -57,6 +57,7 @@ struct LayersMember {
   StepCall call;  // rank pointers of its own ranks only
   std::vector<int32_t> ranks;
   int32_t* epoch;
+  uint64_t digest;
 };
 
 // Bits of the attribute layer_kinds.
@@ -244,7 +245,12 @@ Status run_layers(const std::vector<LayersMember*>& members) {
     all.results.push_back(m->call.results[0]);
   }
   const Status status = decode_layers_cpu(all);
-  for (const LayersMember* m : members) m->epoch[1] += 1;
+  for (const LayersMember* m : members) {
+    // Copies of one state that were stepped differently are different states from here on.
+    const uint64_t history = hash_bytes(m->digest, &m->epoch[0], sizeof(int32_t));
+    m->epoch[0] = static_cast<int32_t>(static_cast<uint32_t>(history ^ history >> 32));
+    m->epoch[1] += 1;
+  }
   return status;
 }
 
@@ -263,6 +269,8 @@ ffi::Future layers_impl(ffi::RunId run, ffi::RemainingArgs args, ffi::RemainingR
       digest = hash_bytes(digest, operand, p.rows * sizeof(int32_t));
     digest = hash_bytes(digest, s.lengths, p.sequences * sizeof(int32_t));
     digest = hash_bytes(digest, s.ancestors, p.rows * p.rows);
+    if (p.layer_begin > 0) digest = hash_bytes(digest, s.stream, p.rows * p.hidden * sizeof(float));
+    member->digest = digest;
     const GangKey key{run.run_id, member->epoch[0], member->epoch[1], digest};
     return meet("decode_layers", key, member, wait_limit, run_layers);
   } catch (const std::exception& e) {
@@ -324,7 +332,8 @@ ffi::Future head_impl(ffi::RunId run, S32 ranks, F32 stream, Bf16 gain, Bf16 lm_
       member->call.lm_head[rank] = bits(lm_head) + i * groups * H * 16;
       member->call.logits[rank] = logits->typed_data() + i * T * columns;
     }
-    const uint64_t digest = hash_bytes(0xCBF29CE484222325ull ^ 1, sequence.typed_data(), T * sizeof(int32_t));
+    uint64_t digest = hash_bytes(0xCBF29CE484222325ull ^ 1, sequence.typed_data(), T * sizeof(int32_t));
+    digest = hash_bytes(digest, stream.typed_data(), T * H * sizeof(float));
     const GangKey key{run.run_id, epoch.typed_data()[0], epoch.typed_data()[1], digest};
     return meet("decode_head", key, member, wait_limit, run_head);
   } catch (const std::exception& e) {

@@ -49,7 +49,7 @@ ffi::Error gemm_w4a16_impl(Stream stream, Bf16 x, U8 codes, E4m3 scales, Scalar 
   });
 }
 
-ffi::Error gemm_w4a4_impl(Stream stream, U8 x_codes, E4m3 x_scales, U8 w_codes, E4m3 w_scales, Scalar weight_scale_2,
+ffi::Error gemm_w4a4_impl(Stream stream, CallScratch scratch, U8 x_codes, E4m3 x_scales, U8 w_codes, E4m3 w_scales, Scalar weight_scale_2,
                           Scalar input_scale, ffi::Result<ffi::AnyBuffer> y) {
   return guarded("gemm_w4a4", [&] {
     Check check("gemm_w4a4");
@@ -59,7 +59,7 @@ ffi::Error gemm_w4a4_impl(Stream stream, U8 x_codes, E4m3 x_scales, U8 w_codes, 
     check_codes(check, "x", x_codes, x_scales, shape.rows, shape.inner);
     check_codes(check, "w", w_codes, w_scales, shape.columns, shape.inner);
     if (!check.ok()) return check.error();
-    return to_error(gemm_w4a4(stream, shape, nvfp4(x_codes, x_scales), nvfp4(w_codes, w_scales),
+    return to_error(gemm_w4a4(stream, &scratch, shape, nvfp4(x_codes, x_scales), nvfp4(w_codes, w_scales),
                               weight_scale_2.typed_data(), input_scale.typed_data(), y->untyped_data()));
   });
 }
@@ -72,6 +72,7 @@ XLA_FFI_DEFINE_HANDLER(
 XLA_FFI_DEFINE_HANDLER(kGemmW4a4, gemm_w4a4_impl,
                        ffi::Ffi::Bind()
                            .Ctx<StreamContext>()
+                           .Ctx<CallScratch>()
                            .Arg<U8>()
                            .Arg<E4m3>()
                            .Arg<U8>()

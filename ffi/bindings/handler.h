@@ -5,6 +5,7 @@
 #include <initializer_list>
 #include <optional>
 #include <string>
+#include <utility>
 
 #include "ffi/numerics/ieee_mode.h"
 #include "ffi/ops/launch.h"
@@ -27,6 +28,23 @@ inline const uint8_t* scale_bits(const E4m3& buffer) { return static_cast<const 
 
 // Decodes to the CUDA stream, or to null in the CPU module: one handler signature serves both.
 struct StreamContext {};
+
+// A handler's memory for its call: from XLA on CUDA, none in the CPU module.
+#if defined(MUSE_CUDA_MODULE)
+class CallScratch final : public Scratch {
+ public:
+  explicit CallScratch(ffi::ScratchAllocator allocator) : allocator_(std::move(allocator)) {}
+  void* allocate(int64_t bytes) override { return allocator_.Allocate(static_cast<size_t>(bytes), 256).value_or(nullptr); }
+
+ private:
+  ffi::ScratchAllocator allocator_;
+};
+#else
+class CallScratch final : public Scratch {
+ public:
+  void* allocate(int64_t) override { return nullptr; }
+};
+#endif
 
 inline ffi::Error invalid(const std::string& message) { return ffi::Error(ffi::ErrorCode::kInvalidArgument, message); }
 
@@ -127,6 +145,20 @@ struct CtxDecoding<muse::bindings::StreamContext> {
   static std::optional<Type> Decode(const XLA_FFI_Api*, XLA_FFI_ExecutionContext*, DiagnosticEngine&) {
     return Type{nullptr};
   }
+#endif
+};
+
+template <>
+struct CtxDecoding<muse::bindings::CallScratch> {
+  using Type = muse::bindings::CallScratch;
+#if defined(MUSE_CUDA_MODULE)
+  static std::optional<Type> Decode(const XLA_FFI_Api* api, XLA_FFI_ExecutionContext* ctx, DiagnosticEngine& diagnostic) {
+    auto allocator = CtxDecoding<ScratchAllocator>::Decode(api, ctx, diagnostic);
+    if (!allocator) return std::nullopt;
+    return Type(std::move(*allocator));
+  }
+#else
+  static std::optional<Type> Decode(const XLA_FFI_Api*, XLA_FFI_ExecutionContext*, DiagnosticEngine&) { return Type{}; }
 #endif
 };
 

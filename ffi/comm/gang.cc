@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <chrono>
 #include <condition_variable>
+#include <cstring>
 #include <map>
 #include <mutex>
 #include <thread>
@@ -103,7 +104,7 @@ class Gangs {
 
   std::mutex mutex_;
   std::condition_variable changed_;
-  std::map<GangKey, Gang> gangs_;
+  std::multimap<GangKey, Gang> gangs_;  // twins under one key do equal work, so it is all the same who meets whom
 };
 
 }  // namespace
@@ -122,7 +123,14 @@ std::vector<GangMember> join_gang(const char* what, const GangKey& key, GangMemb
 
 uint64_t hash_bytes(uint64_t seed, const void* data, size_t bytes) {
   const auto* p = static_cast<const unsigned char*>(data);
-  for (size_t i = 0; i < bytes; ++i) seed = (seed ^ p[i]) * 0x100000001B3ull;
+  for (; bytes > 0;) {
+    uint64_t word = 0;
+    const size_t n = std::min(bytes, sizeof(word));
+    memcpy(&word, p, n);
+    seed = (seed ^ word) * 0x100000001B3ull;
+    seed ^= seed >> 32;
+    p += n, bytes -= n;
+  }
   return seed;
 }
 

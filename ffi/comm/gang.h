@@ -17,8 +17,10 @@
 
 namespace muse {
 
-// Calls that belong to the same execution of the same step. `digest` hashes what is equal on all devices by
-// construction (tokens, positions, attributes), so that two different steps can never be taken for one.
+// Calls that belong to the same execution of the same step. One program may step copies of one state independently, in
+// any order on each device; so the key holds everything that tells their steps apart and is equal on all devices: the
+// state's id and count of calls (the id changes with every call's digest, hence remembers the state's history) and
+// `digest`, a hash of this call's replicated operands and attributes.
 struct GangKey {
   int64_t run_id;
   int64_t state_id;
@@ -37,10 +39,11 @@ struct GangMember {
 void complete_all(const std::vector<GangMember>& members, const Status& status);
 
 // Joins; when the members' ranks are all of 0..7, returns them (the caller then works and completes each), otherwise
-// nothing. Ranks out of range or present twice complete all members of the gang with an error.
+// nothing. A rank that is present already starts another gang under the same key. Ranks out of range, or twice in one
+// member, complete all members of the gang with an error.
 std::vector<GangMember> join_gang(const char* what, const GangKey& key, GangMember member, double limit_seconds);
 
-// FNV-1a, for GangKey::digest.
+// FNV-1a over 64-bit words, for GangKey::digest.
 uint64_t hash_bytes(uint64_t seed, const void* data, size_t bytes);
 
 }  // namespace muse

@@ -1,4 +1,5 @@
-// What every op's launch function shares: an opaque stream (null on the CPU) and a status that crosses no exception.
+// What every op's launch function shares: an opaque stream (null on the CPU), memory for one call, and a status that
+// crosses no exception.
 #pragma once
 
 #include <cstdint>
@@ -11,6 +12,15 @@ using Stream = void*;
 struct Status {
   std::string message;  // empty: success
   bool ok() const { return message.empty(); }
+};
+
+// Device memory that lives until the kernels of one call have run. Ops on the CPU use the heap and take null.
+class Scratch {
+ public:
+  virtual void* allocate(int64_t bytes) = 0;  // at least 256-byte aligned; null where there is none left
+
+ protected:
+  ~Scratch() = default;
 };
 
 }  // namespace muse

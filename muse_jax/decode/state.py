@@ -34,7 +34,8 @@ class DecodeState:
     rope: jax.Array
     """fp32 [capacity, 64]: 32 cos, 32 sin per position."""
     epoch: jax.Array
-    """int32 [2]: this state's id and its number of calls; aliased through every call, which orders them."""
+    """int32 [2]: an id that changes with what each call does, and the number of calls; aliased through every call,
+    which orders them. It tells steps of different states, and of copies of one state, apart."""
 
     @property
     def batch(self) -> int:

@@ -13,8 +13,9 @@ NB_MODULE(_cuda, m) {
       "handlers",
       [] {
         nb::dict result;
-        for (const auto& [name, handler] : numerics_handlers())
-          result[name.c_str()] = nb::capsule(reinterpret_cast<void*>(handler));
+        for (const auto& list : {gemm_handlers(), norm_handlers(), attention_handlers(), expert_handlers(),
+                                 head_handlers(), numerics_handlers()})
+          for (const auto& [name, handler] : list) result[name.c_str()] = nb::capsule(reinterpret_cast<void*>(handler));
         return result;
       },
       "Target name -> capsule, for jax.ffi.register_ffi_target.");

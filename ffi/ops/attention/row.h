@@ -3,12 +3,12 @@
 #pragma once
 
 #include "ffi/numerics/host_tile.h"
+#include "ffi/ops/attention/chunks.h"
 #include "ffi/ops/rope/row.h"
 
 namespace muse {
 
 constexpr int kHeadBlocks = kHead / kBlock;
-constexpr int64_t kChunk = 128, kSuperChunk = 2048;
 
 // `count` (1 to 16) positions, `stride` elements apart in k and v -> tiles; positions from count on are zeros.
 // k_tiles[b] is 16 dims (of block b) x 16 keys, v_tiles[b] is 16 positions x 16 dims.

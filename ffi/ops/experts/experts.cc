@@ -167,13 +167,13 @@ Status run(const ExpertFfn& op, const Kind& kind, const uint16_t* x, const int32
 
 }  // namespace
 
-Status expert_ffn(Stream, ExpertFfn op, const uint16_t* x, const int32_t* experts, const int32_t* first,
+Status expert_ffn(Stream, Scratch*, ExpertFfn op, const uint16_t* x, const int32_t* experts, const int32_t* first,
                   const uint16_t* w13, const uint16_t* w2, uint16_t* f) {
   return run(op, Bf16Kind{w13, w2}, x, experts, *first, f);
 }
 
-Status expert_ffn_nvfp4(Stream, ExpertFfn op, const uint16_t* x, const int32_t* experts, const int32_t* first,
-                        Nvfp4Experts weights, uint16_t* f) {
+Status expert_ffn_nvfp4(Stream, Scratch*, ExpertFfn op, const uint16_t* x, const int32_t* experts,
+                        const int32_t* first, Nvfp4Experts weights, uint16_t* f) {
   return weights.quantize_activations ? run(op, W4A4Kind{weights}, x, experts, *first, f)
                                       : run(op, W4A16Kind{weights}, x, experts, *first, f);
 }

@@ -12,8 +12,8 @@ struct ExpertFfn {
 };
 
 // w13 [local, 2 * intermediate, model], gate rows first; w2 [local, model, intermediate].
-Status expert_ffn(Stream stream, ExpertFfn op, const uint16_t* x, const int32_t* experts, const int32_t* first,
-                  const uint16_t* w13, const uint16_t* w2, uint16_t* f);
+Status expert_ffn(Stream stream, Scratch* scratch, ExpertFfn op, const uint16_t* x, const int32_t* experts,
+                  const int32_t* first, const uint16_t* w13, const uint16_t* w2, uint16_t* f);
 
 struct Nvfp4Experts {
   Nvfp4 w13, w2;
@@ -23,7 +23,7 @@ struct Nvfp4Experts {
   bool quantize_activations;  // W4A4, otherwise W4A16
 };
 
-Status expert_ffn_nvfp4(Stream stream, ExpertFfn op, const uint16_t* x, const int32_t* experts, const int32_t* first,
-                        Nvfp4Experts weights, uint16_t* f);
+Status expert_ffn_nvfp4(Stream stream, Scratch* scratch, ExpertFfn op, const uint16_t* x, const int32_t* experts,
+                        const int32_t* first, Nvfp4Experts weights, uint16_t* f);
 
 }  // namespace muse

@@ -18,7 +18,7 @@ struct Nvfp4 {
 
 Status gemm(Stream stream, GemmShape shape, const uint16_t* x, const uint16_t* w, void* y);
 Status gemm_w4a16(Stream stream, GemmShape shape, const uint16_t* x, Nvfp4 w, const float* weight_scale_2, void* y);
-Status gemm_w4a4(Stream stream, GemmShape shape, Nvfp4 x, Nvfp4 w, const float* weight_scale_2,
+Status gemm_w4a4(Stream stream, Scratch* scratch, GemmShape shape, Nvfp4 x, Nvfp4 w, const float* weight_scale_2,
                  const float* input_scale, void* y);
 
 }  // namespace muse

@@ -1,0 +1,38 @@
+// Row reductions of the contract by one block of 256 threads: warp w takes segment w, sixteen lanes of it.
+#pragma once
+
+#include "ffi/numerics/reduce.h"
+
+namespace muse {
+
+constexpr int kThreads = 256, kWarps = 8;
+
+// fold_lanes across the first sixteen lanes of a warp: neighbours first; every lane gets the sum.
+__device__ __forceinline__ float fold_warp(float lane_sum) {
+  for (int step = 1; step < kLanes; step *= 2) lane_sum = lane_sum + __shfl_xor_sync(~0u, lane_sum, step);
+  return lane_sum;
+}
+
+// sumsq of a row of n floats in shared memory; `partial` holds eight floats. All threads get the result.
+__device__ __forceinline__ float block_sumsq(int64_t n, const float* x, float* partial) {
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const int64_t length = n / kSegments;
+  const float* segment = x + warp * length;
+  float sum = 0.0f;
+  if (lane < kLanes)
+    for (int64_t i = lane; i < length; i += kLanes) sum = fma1(segment[i], segment[i], sum);
+  sum = fold_warp(sum);
+  __syncthreads();
+  if (lane == 0) partial[warp] = sum;
+  __syncthreads();
+  return tree8(partial);
+}
+
+// sumsq64 of one head by one warp: lane j < 16 holds elements j, j + 16, j + 32, j + 48 in x[0..3].
+__device__ __forceinline__ float warp_sumsq64(const float (&x)[4]) {
+  float sum = 0.0f;
+  for (int i = 0; i < 4; ++i) sum = fma1(x[i], x[i], sum);
+  return fold_warp(sum);
+}
+
+}  // namespace muse

@@ -1,0 +1,92 @@
+// Waiting: the barrier of one rank's blocks, and slots whose data is its own flag. No wait is unbounded: after the time
+// limit the first to give up says where it stood, everybody leaves, and the communicator is broken until rebuilt.
+#pragma once
+
+#include "ffi/decode/workspace.h"
+
+namespace muse {
+
+// A block's view of its rank and the time.
+struct Place {
+  Control* control;  // of this rank
+  Report* report;
+  uint64_t deadline;  // globaltimer, ns
+  uint32_t rank, index, size;  // block `index` of `size` that serve this rank
+  uint32_t layer, epoch, barriers;
+};
+
+__device__ __forceinline__ uint64_t now() {
+  uint64_t t;
+  asm volatile("mov.u64 %0, %globaltimer;" : "=l"(t));
+  return t;
+}
+
+__device__ __forceinline__ uint32_t load_acquire(const uint32_t* p) {
+  uint32_t v;
+  asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(v) : "l"(p) : "memory");
+  return v;
+}
+
+__device__ __forceinline__ uint32_t load_relaxed(const uint32_t* p) {
+  uint32_t v;
+  asm volatile("ld.relaxed.sys.global.u32 %0, [%1];" : "=r"(v) : "l"(p) : "memory");
+  return v;
+}
+
+__device__ __forceinline__ void store_slot(uint64_t* slot, uint32_t data, uint32_t epoch) {
+  const uint64_t word = static_cast<uint64_t>(epoch) << 32 | data;
+  asm volatile("st.relaxed.sys.global.u64 [%0], %1;" ::"l"(slot), "l"(word) : "memory");
+}
+
+__device__ __forceinline__ uint64_t load_slot(const uint64_t* slot) {
+  uint64_t word;
+  asm volatile("ld.relaxed.sys.global.u64 %0, [%1];" : "=l"(word) : "l"(slot) : "memory");
+  return word;
+}
+
+__device__ __forceinline__ void give_up(const Place& place, ReportCode code, Phase phase, uint32_t source) {
+  // The first of the rank reports; the report lies in host memory, which has no device atomics.
+  if (atomicCAS(&place.control->abort, 0u, 1u) != 0u) return;
+  place.report->layer = place.layer;
+  place.report->phase = phase;
+  place.report->source = source;
+  __threadfence_system();
+  place.report->code = code;
+  __threadfence_system();
+}
+
+// Looked at now and then by whoever spins.
+__device__ __forceinline__ bool should_leave(const Place& place, Phase phase, uint32_t source) {
+  if (load_relaxed(&place.control->abort)) return true;
+  if (now() < place.deadline) return false;
+  give_up(place, kTimedOut, phase, source);
+  return true;
+}
+
+// The slot's data once it carries this epoch. `alive` turns false when the wait ended without it.
+__device__ __forceinline__ uint32_t wait_slot(const Place& place, const uint64_t* slot, uint32_t epoch, Phase phase,
+                                              uint32_t source, bool& alive) {
+  for (uint32_t spins = 1; alive; ++spins) {
+    const uint64_t word = load_slot(slot);
+    if (static_cast<uint32_t>(word >> 32) == epoch) return static_cast<uint32_t>(word);
+    if (spins % 256 == 0 && should_leave(place, phase, source)) alive = false;
+  }
+  return 0;
+}
+
+// All blocks of the rank; what they wrote before is visible after. False: somebody gave up, leave the kernel.
+__device__ __forceinline__ bool rank_barrier(Place& place, Phase phase, bool alive = true) {
+  ++place.barriers;
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    __threadfence();
+    atomicAdd(&place.control->barrier, 1u);
+    const uint32_t target = place.barriers * place.size;
+    for (uint32_t spins = 1; alive && load_acquire(&place.control->barrier) < target; ++spins)
+      if (spins % 256 == 0 && should_leave(place, phase, place.rank)) alive = false;
+    __threadfence();
+  }
+  return __syncthreads_and(alive);
+}
+
+}  // namespace muse

@@ -1,0 +1,98 @@
+#include "ffi/ops/gemm/gemm.h"
+
+#include "ffi/ops/gemm/expand.cuh"
+#include "ffi/ops/gemm/tile.cuh"
+#include "ffi/ops/launch.cuh"
+
+namespace muse {
+namespace {
+
+// What the sums are multiplied by, if anything: the product of one or two numbers.
+struct ResultScale {
+  const float *first, *second;
+};
+
+// Blocks that run together take a nearly square piece of the result, so that they share rows and weights in the L2.
+constexpr int64_t kBand = 8;  // row tiles per band
+
+__device__ __forceinline__ void tile_position(int64_t row_tiles, int64_t column_tiles, int64_t& row, int64_t& column) {
+  const int64_t index = blockIdx.x, band = index / (kBand * column_tiles), inside = index % (kBand * column_tiles);
+  const int64_t left = row_tiles - band * kBand, height = left < kBand ? left : kBand;
+  row = band * kBand + inside % height;
+  column = inside / height;
+}
+
+template <typename Shape, Kind kKind>
+__global__ void __launch_bounds__(Shape::kThreads)
+    gemm_kernel(GemmShape s, const uint16_t* x, TileWeights w, ResultScale scale, void* y) {
+  extern __shared__ __align__(128) unsigned char shared[];
+  int64_t row_tile, column_tile;
+  tile_position((s.rows + Shape::kRows - 1) / Shape::kRows, (s.columns + Shape::kColumns - 1) / Shape::kColumns, row_tile,
+                column_tile);
+  const int64_t first_row = row_tile * Shape::kRows, first_column = column_tile * Shape::kColumns;
+  TileSums<Shape> acc;
+  multiply_tile<Shape, kKind>(
+      shared, static_cast<int>(s.inner), x,
+      [&](int r) { return first_row + r < s.rows ? static_cast<int>(first_row) + r : -1; }, w,
+      [&](int c) { return first_column + c < s.columns ? static_cast<int>(first_column) + c : -1; }, acc);
+  const float factor = kKind == Kind::kBf16 ? 1.0f : kKind == Kind::kW4A16 ? *scale.first : *scale.first * *scale.second;
+#pragma unroll
+  for (int i = 0; i < Shape::kRowTiles; ++i)
+#pragma unroll
+    for (int r = 0; r < 4; ++r) {
+      const int64_t row = first_row + tile_row<Shape>() + 16 * i + 8 * (r / 2);
+#pragma unroll
+      for (int j = 0; j < Shape::kColumnTiles; ++j) {
+        const int64_t column = first_column + tile_column<Shape>() + 8 * j + r % 2, at = row * s.columns + column;
+        if (row >= s.rows || column >= s.columns) continue;
+        const float value = kKind == Kind::kBf16 ? acc[i][j][r] : acc[i][j][r] * factor;
+        if (s.bf16_result)
+          static_cast<uint16_t*>(y)[at] = to_bf16(value);
+        else
+          static_cast<float*>(y)[at] = canonical(value);
+      }
+    }
+}
+
+template <typename Shape, Kind kKind>
+Status launch(Stream stream, const char* op, const GemmShape& s, const uint16_t* x, TileWeights w, ResultScale scale,
+              void* y) {
+  const auto kernel = gemm_kernel<Shape, kKind>;
+  if (const Status status = allow_shared(op, kernel, Shape::kSharedBytes); !status.ok()) return status;
+  const int64_t tiles = divide_up(s.rows, Shape::kRows) * divide_up(s.columns, Shape::kColumns);
+  kernel<<<static_cast<unsigned>(tiles), Shape::kThreads, Shape::kSharedBytes, cuda_stream(stream)>>>(s, x, w, scale, y);
+  return launched(op);
+}
+
+template <Kind kKind>
+Status run(Stream stream, const char* op, const GemmShape& s, const uint16_t* x, TileWeights w, ResultScale scale,
+           void* y) {
+  if (s.rows == 0 || s.columns == 0) return {};
+  constexpr int64_t kProcessors = 128;  // about as many large tiles keep the device busy
+  if (s.rows <= SmallTile::kRows) return launch<SmallTile, kKind>(stream, op, s, x, w, scale, y);
+  if (divide_up(s.rows, LargeTile::kRows) * divide_up(s.columns, LargeTile::kColumns) < kProcessors)
+    return launch<MediumTile, kKind>(stream, op, s, x, w, scale, y);
+  return launch<LargeTile, kKind>(stream, op, s, x, w, scale, y);
+}
+
+}  // namespace
+
+Status gemm(Stream stream, GemmShape s, const uint16_t* x, const uint16_t* w, void* y) {
+  return run<Kind::kBf16>(stream, "gemm", s, x, {w, nullptr}, {}, y);
+}
+
+Status gemm_w4a16(Stream stream, GemmShape s, const uint16_t* x, Nvfp4 w, const float* weight_scale_2, void* y) {
+  return run<Kind::kW4A16>(stream, "gemm_w4a16", s, x, {w.codes, w.scales}, {weight_scale_2, nullptr}, y);
+}
+
+Status gemm_w4a4(Stream stream, Scratch* scratch, GemmShape s, Nvfp4 x, Nvfp4 w, const float* weight_scale_2,
+                 const float* input_scale, void* y) {
+  const char* op = "gemm_w4a4";
+  if (s.rows == 0 || s.columns == 0) return {};
+  auto* expanded = static_cast<uint16_t*>(scratch->allocate(s.rows * s.inner * 2));
+  if (!expanded) return {std::string(op) + ": no device memory for " + std::to_string(s.rows * s.inner * 2) + " bytes"};
+  if (const Status status = expand_codes(stream, op, s.rows * s.inner / 16, x, expanded); !status.ok()) return status;
+  return run<Kind::kW4A4>(stream, op, s, expanded, {w.codes, w.scales}, {weight_scale_2, input_scale}, y);
+}
+
+}  // namespace muse
