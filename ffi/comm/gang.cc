@@ -49,12 +49,11 @@ class Gangs {
       if (problem.empty()) mask |= 1u << r;
     }
     std::unique_lock<std::mutex> lock(mutex_);
-    const auto [at, created] = gangs_.try_emplace(key);
+    const auto same_key = gangs_.equal_range(key);
+    auto at = std::find_if(same_key.first, same_key.second, [&](const auto& g) { return !(g.second.present & mask); });
+    const bool created = at == same_key.second;
+    if (created) at = gangs_.emplace(key, Gang());
     Gang& gang = at->second;
-    if (problem.empty() && (gang.present & mask))
-      problem =
-          "rank " + list_ranks(gang.present & mask) +
-          " joined twice: the same state is stepped twice at once; pass the state that a step returns to the next";
     gang.members.push_back(std::move(member));
     gang.present |= mask;
     if (created) {

@@ -13,6 +13,8 @@ namespace muse {
 constexpr int64_t kMaxPairs = int64_t{kMaxRows} * kMaxTopK;
 constexpr int64_t kBlockWords = 8;  // slot words of a 16-wide block of an expert's hidden row: 16 bf16, or 16 codes and a scale
 
+constexpr int64_t kBestWords = 2;   // a rank's best logit of a row and its token id
+
 // One per rank, at the start of its workspace. `barrier` is cleared before every launch.
 struct Control {
   uint32_t epoch;    // exchanges of earlier launches are older than this
@@ -24,7 +26,7 @@ struct Control {
 // Why a kernel gave up, one per rank, in host memory that the device writes. code 0: it did not.
 enum ReportCode : uint32_t { kFine = 0, kTimedOut, kBadRows };
 
-enum class Phase : uint32_t { kEmbed, kAttention, kOutput, kBranch, kRouter, kExperts, kHidden, kCombine, kEnd };
+enum class Phase : uint32_t { kEmbed, kAttention, kOutput, kBranch, kRouter, kExperts, kHidden, kCombine, kEnd, kHead };
 
 struct Report {
   volatile ReportCode code;
@@ -34,14 +36,16 @@ struct Report {
 };
 
 struct Workspace {
+  // what the head call uses too: its offsets depend on the hidden size alone
+  int64_t h, best;
   // scratch
-  int64_t stream, h, q, k, v, u, attended, o, router_weights, router_experts, x, x_scales, f, f_sums, combined;
+  int64_t stream, q, k, v, u, attended, o, router_weights, router_experts, x, x_scales, hidden_rows, hidden_scales, f,
+      combined;
   // slots, [source rank][...]
-  int64_t partial[2], branch[2], logits, pooled, hidden, hidden_rows, hidden_scales, sums;
+  int64_t partial[2], branch[2], logits, pooled, hidden, sums;
   int64_t bytes;
 };
 
-// hidden_rows and hidden_scales are scratch too: the experts' hidden rows gathered from their slots.
 MUSE_FN Workspace workspace_of(const Plan& p) {
   Workspace w{};
   int64_t at = 256;  // Control
@@ -51,8 +55,9 @@ MUSE_FN Workspace workspace_of(const Plan& p) {
     return offset;
   };
   const int64_t rows = kMaxRows, pairs = rows * p.top_k;
-  w.stream = take(rows * p.hidden * 4);
   w.h = take(rows * p.hidden * 2);
+  w.best = take(2 * kRanks * rows * kBestWords * 8);  // by parity of the epoch: two head calls may follow each other
+  w.stream = take(rows * p.hidden * 4);
   w.q = take(rows * p.q_columns() * 2);
   w.k = take(rows * p.kv_columns() * 2);
   w.v = take(rows * p.kv_columns() * 2);
@@ -66,7 +71,6 @@ MUSE_FN Workspace workspace_of(const Plan& p) {
   w.hidden_rows = take(pairs * p.moe_inner * 2);
   w.hidden_scales = take(pairs * p.moe_inner / 16 * 4);
   w.f = take(pairs * p.moe_columns() * 2);
-  w.f_sums = take(pairs * 4);
   w.combined = take(rows * p.moe_columns() * 2);
   for (int i = 0; i < 2; ++i) {
     w.partial[i] = take(kRanks * rows * (p.hidden / kRanks) * 8);

@@ -16,6 +16,10 @@ inline Status cuda_status(const char* op, cudaError_t error) {
 // Whether the launches since the last call were accepted.
 inline Status launched(const char* op) { return cuda_status(op, cudaGetLastError()); }
 
+inline Status no_memory(const char* op, int64_t bytes) {
+  return {std::string(op) + ": the device has no " + std::to_string(bytes) + " bytes left for intermediate results"};
+}
+
 inline int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 inline unsigned blocks_for(int64_t items, int64_t per_block) { return static_cast<unsigned>(divide_up(items, per_block)); }

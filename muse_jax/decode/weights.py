@@ -5,6 +5,7 @@ import dataclasses
 import jax
 from jax.sharding import Mesh, PartitionSpec
 
+from muse_jax.comm import Communicator
 from muse_jax.config import MuseSparkConfig
 from muse_jax.mesh import AXIS
 
@@ -63,6 +64,7 @@ class DecodeWeights:
     """int32 [8]: 0..7, sharded; tells each device which ranks it holds."""
     config: MuseSparkConfig = dataclasses.field(metadata={"static": True})
     mesh: Mesh = dataclasses.field(metadata={"static": True})
+    communicator: Communicator = dataclasses.field(metadata={"static": True})
 
 
 _REPLICATED = {"hidden_gains", "moe_gains", "gates", "router_bias", "scale_2", "input_scales", "final_gain"}
@@ -74,4 +76,4 @@ SPECS: dict[str, PartitionSpec] = {
 }
 """How each array lies on the mesh."""
 
-jax.tree_util.register_dataclass(DecodeWeights, list(SPECS), ["config", "mesh"])
+jax.tree_util.register_dataclass(DecodeWeights, list(SPECS), ["config", "mesh", "communicator"])

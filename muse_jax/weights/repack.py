@@ -12,6 +12,7 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from muse_jax import ops
+from muse_jax.comm import Communicator
 from muse_jax.config import MuseSparkConfig
 from muse_jax.decode.weights import SPECS, DecodeWeights
 from muse_jax.mesh import AXIS, RANKS, check_mesh, ranks_array
@@ -20,13 +21,16 @@ from muse_jax.weights.names import check_params
 TILE = 16
 
 
-def repack(config: MuseSparkConfig, params: Mapping[str, jax.Array], mesh: Mesh) -> DecodeWeights:
+def repack(
+    config: MuseSparkConfig, params: Mapping[str, jax.Array], mesh: Mesh, communicator: Communicator | None = None
+) -> DecodeWeights:
     """Pack parameters for the fused step.
 
     Args:
         config: the model.
         params: flat parameters (docs/architecture.md, "Parameters"); bf16 masters of NVFP4 layers are quantised.
         mesh: 1, 2, 4 or 8 devices.
+        communicator: the one whose ranks will run the step; a new one by default.
 
     Returns:
         DecodeWeights on the mesh; `params` stay as they are.
@@ -39,7 +43,10 @@ def repack(config: MuseSparkConfig, params: Mapping[str, jax.Array], mesh: Mesh)
     if problems:
         raise ValueError("cannot repack these parameters:\n  " + "\n  ".join(problems))
     arrays = _compiled(config, mesh)(dict(params))
-    return DecodeWeights(**arrays, ranks=ranks_array(mesh), config=config, mesh=mesh)
+    communicator = Communicator(config, mesh) if communicator is None else communicator
+    return DecodeWeights(
+        **arrays, ranks=ranks_array(mesh), config=config, mesh=mesh, communicator=communicator
+    )
 
 
 @functools.lru_cache(maxsize=16)

@@ -1,11 +1,40 @@
 // The Python module of the CUDA backend. The handlers are the CPU module's files compiled against the CUDA kernels.
 #include <nanobind/nanobind.h>
+#include <nanobind/stl/array.h>
 #include <nanobind/stl/string.h>
 
+#include <stdexcept>
+
 #include "ffi/bindings/registry.h"
+#include "ffi/comm/cuda/communicator.h"
 
 namespace nb = nanobind;
 using namespace muse::bindings;
+
+namespace {
+
+void raise_if(const muse::Status& status) {
+  if (!status.ok()) throw std::runtime_error(status.message);
+}
+
+// sizes: hidden, query heads, kv heads, MoE hidden, MoE inner, experts, experts per token.
+int64_t create_communicator(const std::array<int, muse::kRanks>& device_of_rank, const std::array<int64_t, 7>& sizes) {
+  muse::Plan plan{};
+  plan.hidden = sizes[0], plan.q_heads = sizes[1], plan.kv_heads = sizes[2], plan.moe_hidden = sizes[3];
+  plan.moe_inner = sizes[4], plan.experts = sizes[5], plan.top_k = sizes[6];
+  int64_t key = 0;
+  const nb::gil_scoped_release release;
+  raise_if(muse::Communicator::create(device_of_rank, plan, &key));
+  return key;
+}
+
+std::string communicator_failure(int64_t key) {
+  const auto communicator = muse::Communicator::find(key);
+  if (!communicator) throw std::runtime_error("communicator " + std::to_string(key) + " is closed");
+  return communicator->failure();
+}
+
+}  // namespace
 
 NB_MODULE(_cuda, m) {
   m.doc() = "XLA FFI handlers of muse-jax for the CUDA backend.";
@@ -14,10 +43,21 @@ NB_MODULE(_cuda, m) {
       [] {
         nb::dict result;
         for (const auto& list : {gemm_handlers(), norm_handlers(), attention_handlers(), expert_handlers(),
-                                 head_handlers(), numerics_handlers()})
+                                 head_handlers(), numerics_handlers(), decode_handlers()})
           for (const auto& [name, handler] : list) result[name.c_str()] = nb::capsule(reinterpret_cast<void*>(handler));
         return result;
       },
       "Target name -> capsule, for jax.ffi.register_ffi_target.");
+  m.def("create_communicator", &create_communicator, nb::arg("device_of_rank"), nb::arg("sizes"),
+        "Allocate and preload everything for 8 ranks on these local devices; returns the key.");
+  m.def(
+      "destroy_communicator",
+      [](int64_t key) {
+        const nb::gil_scoped_release release;
+        raise_if(muse::Communicator::destroy(key));
+      },
+      nb::arg("key"), "Free a communicator once no step uses it.");
+  m.def("communicator_failure", &communicator_failure, nb::arg("key"),
+        "Empty, or which rank waited where for whom when a step gave up.");
   m.def("architectures", [] { return std::string(MUSE_CUDA_ARCHITECTURES); });
 }

@@ -3,8 +3,8 @@
 #include <cuda_runtime.h>
 
 #include "ffi/decode/cuda/attention.cuh"
+#include "ffi/decode/cuda/column_parallel.cuh"
 #include "ffi/decode/cuda/layers.h"
-#include "ffi/decode/cuda/sync.cuh"
 
 namespace muse {
 namespace {
@@ -185,38 +185,6 @@ class Step {
 
   // --- GEMMs -------------------------------------------------------------------------------------------------------
 
-  // The lane's token rows of the pass that starts at column c0, by row index (or by list); absent columns repeat column 0.
-  __device__ Columns columns(const uint16_t* operand, int64_t width, int c0, int n, const int32_t* list, int divisor) const {
-    const int g = threadIdx.x % 32 / 4;
-    const uint16_t* row[2];
-    for (int b = 0; b < 2; ++b) {
-      const int c = c0 + 8 * b + g < n ? c0 + 8 * b + g : 0;
-      row[b] = operand + (list ? list[c] / divisor : c) * width;
-    }
-    return columns_of(row[0], row[1]);
-  }
-
-  // Column-parallel bf16 GEMM over `groups` groups of 16 output columns; emit(group, row, column of the group, sum).
-  template <typename Emit>
-  __device__ void column_parallel(const uint16_t* tiles, int64_t groups, const uint16_t* operand, int64_t width, Emit emit) {
-    const int warp = threadIdx.x / 32;
-    const int64_t blocks = width / 16, segment = blocks / kSegments;
-    for (int64_t group = place_.index; group < groups; group += place_.size)
-      for (int c0 = 0; c0 < n_; c0 += kColumns) {
-        Accumulators acc;
-        clear(acc);
-        const Columns x = columns(operand + warp * segment * 16, width, c0, n_, nullptr, 1);
-        chain_bf16(tiles + (group * blocks + warp * segment) * kTile, segment, x, acc);
-        __syncthreads();
-        s_.sums[0].store(acc);
-        __syncthreads();
-        const int count = min(kColumns, n_ - c0);
-        for (int at = threadIdx.x; at < 16 * count; at += kThreads)
-          emit(group, c0 + at / 16, at % 16, s_.sums[0].total(at % 16, at / 16));
-        __syncthreads();
-      }
-  }
-
   // Row-parallel bf16 GEMM: this rank's columns are one segment; its partial sums go to the owners of the output columns,
   // which add the eight in the contract's order and give everybody the rounded result.
   __device__ bool row_parallel(const uint16_t* tiles, const uint16_t* operand, int64_t width, int which, Phase phase) {
@@ -259,7 +227,7 @@ class Step {
 
   __device__ bool attention(int64_t l) {
     const int64_t q = p_.q_columns(), kv = p_.kv_columns();
-    column_parallel(weights().qkvu + p_.qkvu(l), p_.qkvu_rows() / 16, mine<uint16_t>(w_.h), p_.hidden,
+    column_parallel(place_, n_, s_.sums[0], weights().qkvu + p_.qkvu(l), p_.qkvu_rows() / 16, mine<uint16_t>(w_.h), p_.hidden,
                     [&](int64_t group, int i, int c, float sum) {
                       int64_t column = group * 16 + c;
                       uint16_t* out;
@@ -351,7 +319,7 @@ class Step {
     router_dots(l);
     const int64_t half = p_.moe_columns() / 2;
     // Two neighbouring columns travel in one word: the even one's thread fetches the odd one's sum itself.
-    column_parallel(weights().pre_expert + p_.pre_expert(l), p_.moe_columns() / 16, mine<uint16_t>(w_.h), p_.hidden,
+    column_parallel(place_, n_, s_.sums[0], weights().pre_expert + p_.pre_expert(l), p_.moe_columns() / 16, mine<uint16_t>(w_.h), p_.hidden,
                     [&](int64_t group, int i, int c, float sum) {
                       if (c % 2) return;
                       const uint32_t word = pack(to_bf16(sum), to_bf16(s_.sums[0].total(c + 1, i % kColumns)));

@@ -1,6 +1,5 @@
 #include "ffi/ops/gemm/gemm.h"
 
-#include "ffi/ops/gemm/expand.cuh"
 #include "ffi/ops/gemm/tile.cuh"
 #include "ffi/ops/launch.cuh"
 
@@ -20,6 +19,18 @@ __device__ __forceinline__ void tile_position(int64_t row_tiles, int64_t column_
   const int64_t left = row_tiles - band * kBand, height = left < kBand ? left : kBand;
   row = band * kBand + inside % height;
   column = inside / height;
+}
+
+constexpr int kExpandThreads = 256;
+
+// out = code * scale, for `blocks` blocks of sixteen activations.
+__global__ void expand_kernel(int64_t blocks, Nvfp4 x, uint16_t* out) {
+  const int64_t b = static_cast<int64_t>(blockIdx.x) * kExpandThreads + threadIdx.x;
+  if (b >= blocks) return;
+  uint4 operands[2];
+  expand_block(*reinterpret_cast<const uint2*>(x.codes + 8 * b), x.scales[b], operands);
+  reinterpret_cast<uint4*>(out)[2 * b] = operands[0];
+  reinterpret_cast<uint4*>(out)[2 * b + 1] = operands[1];
 }
 
 template <typename Shape, Kind kKind>
@@ -90,8 +101,9 @@ Status gemm_w4a4(Stream stream, Scratch* scratch, GemmShape s, Nvfp4 x, Nvfp4 w,
   const char* op = "gemm_w4a4";
   if (s.rows == 0 || s.columns == 0) return {};
   auto* expanded = static_cast<uint16_t*>(scratch->allocate(s.rows * s.inner * 2));
-  if (!expanded) return {std::string(op) + ": no device memory for " + std::to_string(s.rows * s.inner * 2) + " bytes"};
-  if (const Status status = expand_codes(stream, op, s.rows * s.inner / 16, x, expanded); !status.ok()) return status;
+  if (!expanded) return no_memory(op, s.rows * s.inner * 2);
+  const int64_t blocks = s.rows * s.inner / 16;
+  expand_kernel<<<blocks_for(blocks, kExpandThreads), kExpandThreads, 0, cuda_stream(stream)>>>(blocks, x, expanded);
   return run<Kind::kW4A4>(stream, op, s, expanded, {w.codes, w.scales}, {weight_scale_2, input_scale}, y);
 }
 

@@ -1,0 +1,132 @@
+// The fused step's two handlers on the CUDA backend: check operands, look up the communicator, launch.
+#include "ffi/bindings/decode_operands.h"
+#include "ffi/bindings/handler.h"
+#include "ffi/bindings/registry.h"
+#include "ffi/comm/cuda/communicator.h"
+#include "ffi/decode/cuda/head.h"
+#include "ffi/decode/cuda/layers.h"
+
+namespace muse::bindings {
+namespace {
+
+// The communicator and this device's ranks, or what is wrong.
+ffi::Error find_ranks(const char* op, int64_t key, int32_t device, int64_t expected, std::shared_ptr<Communicator>* out,
+                      std::vector<int32_t>* ranks) {
+  *out = Communicator::find(key);
+  if (!*out)
+    return invalid(std::string(op) + ": communicator " + std::to_string(key) +
+                   " does not exist in this process or was closed; repack the weights with an open one");
+  const std::string failure = (*out)->failure();
+  if (!failure.empty())
+    return ffi::Error(ffi::ErrorCode::kInternal,
+                      std::string(op) + ": an earlier step failed (" + failure + "); rebuild the communicator");
+  *ranks = (*out)->ranks_of(device);
+  if (static_cast<int64_t>(ranks->size()) != expected)
+    return invalid(std::string(op) + ": device " + std::to_string(device) + " holds " + std::to_string(ranks->size()) +
+                   " ranks in the communicator but was given the weights of " + std::to_string(expected));
+  return ffi::Error::Success();
+}
+
+template <typename Args>
+void fill_places(Args* args, const Communicator& communicator, const std::vector<int32_t>& ranks, float wait_limit) {
+  for (int r = 0; r < kRanks; ++r) args->workspace[r] = communicator.workspace(r), args->report[r] = communicator.report(r);
+  for (size_t i = 0; i < ranks.size(); ++i) args->local[i] = ranks[i];
+  args->local_count = static_cast<int32_t>(ranks.size());
+  args->wait_limit_ns = static_cast<uint64_t>(static_cast<double>(wait_limit) * 1e9);
+}
+
+ffi::Error layers_impl(Stream stream, int32_t device, ffi::RemainingArgs operands, ffi::RemainingRets rets,
+                       ffi::Span<const int64_t> dims, ffi::Span<const float> scalars,
+                       ffi::Span<const int32_t> layer_kinds, bool taps, int64_t communicator_key, float wait_limit) {
+  return guarded("decode_layers", [&]() -> ffi::Error {
+    Check check("decode_layers");
+    LayersOperands in{};
+    if (!read_layers(dims, scalars, layer_kinds, operands, rets, taps, &check, &in)) return check.error();
+    const Plan& plan = in.call.plan;
+    if (plan.layer_begin == plan.layer_end) return invalid("decode_layers: an empty layer range does not run on a GPU");
+    std::shared_ptr<Communicator> communicator;
+    std::vector<int32_t> ranks;
+    ffi::Error error = find_ranks("decode_layers", communicator_key, device, in.count, &communicator, &ranks);
+    if (error.failure()) return error;
+    const Workspace offsets = workspace_of(plan);
+    if (offsets.bytes != communicator->workspace_bytes())
+      return invalid("decode_layers: the communicator was made for a model of another shape");
+    LayersArgs args{};
+    args.plan = plan;
+    args.offsets = offsets;
+    for (size_t i = 0; i < ranks.size(); ++i) args.rank[ranks[i]] = in.local[i];
+    args.shared = in.call.shared;
+    args.results = in.call.results[0];
+    args.epoch = in.epoch;
+    fill_places(&args, *communicator, ranks, wait_limit);
+    return to_error(launch_layers(stream, args, communicator->layers_blocks(device)));
+  });
+}
+
+ffi::Error head_impl(Stream stream, int32_t device, S32 ranks_operand, F32 x, Bf16 gain, Bf16 lm_head, S32 sequence, S32 epoch,
+                     ffi::Result<F32> logits, ffi::Result<S32> token, ffi::Result<ffi::Buffer<ffi::PRED>> nan,
+                     int64_t vocab, float eps, float multiplier, float cap, int64_t communicator_key, float wait_limit) {
+  return guarded("decode_head", [&]() -> ffi::Error {
+    Check check("decode_head");
+    HeadShape shape{};
+    if (!read_head(ranks_operand, x, gain, lm_head, sequence, epoch, *logits, *token, *nan, vocab, &check, &shape))
+      return check.error();
+    std::shared_ptr<Communicator> communicator;
+    std::vector<int32_t> ranks;
+    ffi::Error error = find_ranks("decode_head", communicator_key, device, shape.count, &communicator, &ranks);
+    if (error.failure()) return error;
+    Plan plan{};
+    plan.hidden = shape.hidden;
+    const Workspace offsets = workspace_of(plan);  // h and best depend on the hidden size alone
+    HeadArgs args{};
+    args.rows = shape.rows, args.hidden = shape.hidden, args.vocab = vocab;
+    args.eps = eps, args.multiplier = multiplier, args.cap = cap;
+    args.stream = x.typed_data(), args.gain = bits(gain), args.sequence = sequence.typed_data();
+    for (size_t i = 0; i < ranks.size(); ++i) {
+      args.lm_head[ranks[i]] = bits(lm_head) + i * shape.lm_head_elements;
+      args.logits[ranks[i]] = logits->typed_data() + i * shape.rows * shape.columns;
+    }
+    args.token = token->typed_data(), args.nan = nan->typed_data();
+    args.h = offsets.h, args.best = offsets.best;
+    fill_places(&args, *communicator, ranks, wait_limit);
+    return to_error(launch_head(stream, args, communicator->head_blocks(device)));
+  });
+}
+
+XLA_FFI_DEFINE_HANDLER(kLayers, layers_impl,
+                       ffi::Ffi::Bind()
+                           .Ctx<StreamContext>()
+                           .Ctx<ffi::DeviceOrdinal>()
+                           .RemainingArgs()
+                           .RemainingRets()
+                           .Attr<ffi::Span<const int64_t>>("dims")
+                           .Attr<ffi::Span<const float>>("scalars")
+                           .Attr<ffi::Span<const int32_t>>("layer_kinds")
+                           .Attr<bool>("taps")
+                           .Attr<int64_t>("communicator")
+                           .Attr<float>("wait_limit"));
+XLA_FFI_DEFINE_HANDLER(kHead, head_impl,
+                       ffi::Ffi::Bind()
+                           .Ctx<StreamContext>()
+                           .Ctx<ffi::DeviceOrdinal>()
+                           .Arg<S32>()
+                           .Arg<F32>()
+                           .Arg<Bf16>()
+                           .Arg<Bf16>()
+                           .Arg<S32>()
+                           .Arg<S32>()
+                           .Ret<F32>()
+                           .Ret<S32>()
+                           .Ret<ffi::Buffer<ffi::PRED>>()
+                           .Attr<int64_t>("vocab")
+                           .Attr<float>("eps")
+                           .Attr<float>("multiplier")
+                           .Attr<float>("cap")
+                           .Attr<int64_t>("communicator")
+                           .Attr<float>("wait_limit"));
+
+}  // namespace
+
+HandlerList decode_handlers() { return {{"muse_decode_layers_v1", kLayers}, {"muse_decode_head_v1", kHead}}; }
+
+}  // namespace muse::bindings

@@ -1,0 +1,35 @@
+// Operands, results and attributes of the layers call, checked and turned into pointers: shared by the CPU handler (whose
+// ranks are an operand it can read) and the CUDA handler (whose ranks the communicator knows).
+#pragma once
+
+#include "ffi/bindings/handler.h"
+#include "ffi/decode/step.h"
+
+namespace muse::bindings {
+
+// One device's view of a step.
+struct LayersOperands {
+  StepCall call;               // without rank pointers; results holds this device's
+  RankPointers local[kRanks];  // of the ranks that this device holds, in order
+  int64_t count;               // how many
+  const int32_t* ranks;        // the operand that names them, in the device's memory
+  int32_t* epoch;              // aliased
+};
+
+// False when something is wrong; then `check` says what.
+bool read_layers(ffi::Span<const int64_t> dims, ffi::Span<const float> scalars, ffi::Span<const int32_t> layer_kinds,
+                 const ffi::RemainingArgs& args, const ffi::RemainingRets& rets, bool taps, Check* check,
+                 LayersOperands* out);
+
+struct HeadShape {
+  int64_t rows, hidden;
+  int64_t count;             // ranks of this device
+  int64_t columns;           // vocabulary entries of a rank
+  int64_t lm_head_elements;  // of a rank's share
+};
+
+bool read_head(const S32& ranks, const F32& stream, const Bf16& gain, const Bf16& lm_head, const S32& sequence,
+               const S32& epoch, const F32& logits, const S32& token, const ffi::Buffer<ffi::PRED>& nan, int64_t vocab,
+               Check* check, HeadShape* out);
+
+}  // namespace muse::bindings

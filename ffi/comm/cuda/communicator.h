@@ -1,0 +1,46 @@
+// The ranks of one process's GPUs: symmetric workspaces, peer access, preloaded kernels, reports. Built before the first
+// step, because allocating or loading while a peer spins deadlocks; calls refer to it by a small integer.
+#pragma once
+
+#include <array>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "ffi/decode/workspace.h"
+#include "ffi/ops/launch.h"
+
+namespace muse {
+
+class Communicator {
+ public:
+  // device_of_rank: local device ordinals. The plan sizes the workspaces (its step part is not used).
+  static Status create(const std::array<int, kRanks>& device_of_rank, const Plan& plan, int64_t* key);
+  static Status destroy(int64_t key);
+  static std::shared_ptr<Communicator> find(int64_t key);  // null: no such communicator
+
+  ~Communicator();
+
+  // Ranks that live on a device, ascending.
+  std::vector<int32_t> ranks_of(int device) const;
+  unsigned char* workspace(int rank) const { return workspace_[rank]; }
+  Report* report(int rank) const { return device_report_ + rank; }
+  int64_t workspace_bytes() const { return bytes_; }
+  int layers_blocks(int device) const { return layers_blocks_[device]; }
+  int head_blocks(int device) const { return head_blocks_[device]; }
+  // Empty while all is well; afterwards what was waited for. A communicator that gave up stays broken.
+  std::string failure() const;
+
+ private:
+  Communicator() = default;
+  Status build(const std::array<int, kRanks>& device_of_rank, const Plan& plan);
+
+  std::array<int, kRanks> device_of_rank_{};
+  std::array<unsigned char*, kRanks> workspace_{};
+  Report* host_report_ = nullptr;    // mapped host memory, one per rank
+  Report* device_report_ = nullptr;  // the same memory as devices address it
+  int64_t bytes_ = 0;
+  std::array<int, 64> layers_blocks_{}, head_blocks_{};  // by device ordinal
+};
+
+}  // namespace muse

@@ -1,0 +1,72 @@
+"""Communicator: what the ranks of one mesh share on GPUs. Made before the first step, closed after the last."""
+
+import importlib
+
+from jax.sharding import Mesh
+
+from muse_jax import _native
+from muse_jax.config import MuseSparkConfig
+from muse_jax.mesh import RANKS, check_mesh
+
+
+class Communicator:
+    """Symmetric workspaces, peer access and preloaded kernels for 8 ranks on the GPUs of this process.
+
+    Calls carry its small integer `key`, never a pointer. On the CPU backend nothing is shared and the key is 0. A step
+    that waits longer than its limit breaks the communicator: later calls raise, `check()` says which rank waited where
+    for whom, and `rebuild()` makes it usable again under the same weights' owner.
+    """
+
+    def __init__(self, config: MuseSparkConfig, mesh: Mesh):
+        """Allocate and preload on every device of the mesh.
+
+        Raises:
+            RuntimeError: no CUDA module in this build, no peer access, no memory, or a kernel that does not fit; the
+                message says which.
+        """
+        self._config, self._mesh = config, check_mesh(mesh)
+        self.key = 0
+        if next(iter(self._mesh.devices.flat)).platform != "cpu":
+            self._open()
+
+    def _open(self) -> None:
+        if "CUDA" not in _native.PLATFORMS:
+            raise RuntimeError(
+                "this muse-jax was built without CUDA; reinstall it where nvcc is on the PATH, or use CPU devices"
+            )
+        c, devices = self._config, list(self._mesh.devices.flat)
+        per_device = RANKS // len(devices)
+        self.key = _cuda().create_communicator(
+            [devices[rank // per_device].local_hardware_id for rank in range(RANKS)],
+            [c.hidden_size, c.num_attention_heads, c.num_key_value_heads, c.moe_hidden_size, c.moe_intermediate_size,
+             c.num_local_experts, c.num_experts_per_tok],
+        )  # fmt: skip
+
+    def check(self) -> None:
+        """Raise RuntimeError if a finished step gave up, saying which rank waited in which layer and phase for whom."""
+        if self.key and (failure := _cuda().communicator_failure(self.key)):
+            raise RuntimeError(f"a decode step failed: {failure}; rebuild the communicator")
+
+    def rebuild(self) -> None:
+        """Free everything and allocate it anew, under a new key; programs are compiled again for it."""
+        if self.key:
+            self.close()
+            self._open()
+
+    def close(self) -> None:
+        """Free the workspaces; block on all steps first. Later calls that carry the key raise."""
+        if self.key:
+            _cuda().destroy_communicator(self.key)
+            self.key = 0
+
+    def __eq__(self, other: object) -> bool:
+        """Equal when they mean the same shared memory: programs compiled for one serve the other."""
+        return isinstance(other, Communicator) and self.key == other.key
+
+    def __hash__(self) -> int:
+        """By key."""
+        return hash(self.key)
+
+
+def _cuda():
+    return importlib.import_module("muse_jax._cuda")
