@@ -2,6 +2,9 @@
 
 import importlib
 
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
 from muse_jax import _native
@@ -14,7 +17,8 @@ class Communicator:
 
     Calls carry its small integer `key`, never a pointer. On the CPU backend nothing is shared and the key is 0. A step
     that waits longer than its limit breaks the communicator: later calls raise, `check()` says which rank waited where
-    for whom, and `rebuild()` makes it usable again under the same weights' owner.
+    for whom, and `rebuild()` makes it usable again. Ranks in several processes of one host (`jax.distributed`) find
+    each other through CUDA IPC handles; making, rebuilding and closing are then collective.
     """
 
     def __init__(self, config: MuseSparkConfig, mesh: Mesh):
@@ -35,12 +39,19 @@ class Communicator:
                 "this muse-jax was built without CUDA; reinstall it where nvcc is on the PATH, or use CPU devices"
             )
         c, devices = self._config, list(self._mesh.devices.flat)
-        per_device = RANKS // len(devices)
+        owners = [devices[rank * len(devices) // RANKS] for rank in range(RANKS)]
+        here = jax.process_index()
         self.key = _cuda().create_communicator(
-            [devices[rank // per_device].local_hardware_id for rank in range(RANKS)],
+            [d.local_hardware_id if d.process_index == here else -1 for d in owners],
             [c.hidden_size, c.num_attention_heads, c.num_key_value_heads, c.moe_hidden_size, c.moe_intermediate_size,
              c.num_local_experts, c.num_experts_per_tok],
         )  # fmt: skip
+        if any(d.process_index != here for d in owners):
+            # Every process's handles, [processes, 8 * 64]; a rank's are zeros everywhere but in its owner's.
+            handles = np.frombuffer(_cuda().export_handles(self.key), np.uint8)
+            everyone = np.asarray(multihost_utils.process_allgather(handles))
+            _cuda().connect_communicator(self.key, everyone.max(axis=0).tobytes())
+            multihost_utils.sync_global_devices("muse_jax communicator connected")
 
     def check(self) -> None:
         """Raise RuntimeError if a finished step gave up, saying which rank waited in which layer and phase for whom."""

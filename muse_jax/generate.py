@@ -57,6 +57,7 @@ def generate(
     first, state = prefill(model.weights, state, prompts)
     out, reasons, counts, steps, _ = _loop(model.weights, state, first, jnp.asarray(stops, jnp.int32), max_new_tokens)
     out, reasons, counts = np.asarray(out), np.asarray(reasons), np.asarray(counts)
+    model.weights.communicator.check()
     return Generation(
         tokens=[row[:n].tolist() for row, n in zip(out, counts, strict=True)],
         finish_reasons=[FINISH_REASONS[r] for r in reasons],

@@ -14,13 +14,13 @@ PROMPT = list(b"The same bits everywhere: on one device or eight, chunk by chunk
 STEPS, SEED = 64, 0
 
 
-def compute(devices: int) -> dict:
+def compute(devices) -> dict:
     """Digests by tap (sha256 of the little-endian array bytes), the tokens, and what they were made from."""
     from muse_jax import LanguageModel, MuseSparkConfig, make_mesh
     from muse_jax.parity import decoded_taps
     from muse_jax.weights import random_params
 
-    config, mesh = MuseSparkConfig.tiny(), make_mesh(devices)
+    config, mesh = MuseSparkConfig.tiny(), make_mesh(devices)  # a number, or the devices
     model = LanguageModel(config, random_params(config, SEED, mesh, quantized=True), mesh)
     taps, tokens = decoded_taps(model, PROMPT, steps=STEPS)
     return {

@@ -65,7 +65,7 @@ Status run_layers(const std::vector<LayersMember*>& members) {
 
 ffi::Future layers_impl(ffi::RunId run, ffi::RemainingArgs args, ffi::RemainingRets rets, ffi::Span<const int64_t> dims,
                         ffi::Span<const float> scalars, ffi::Span<const int32_t> layer_kinds, bool taps,
-                        int64_t, float wait_limit) {
+                        int64_t, int64_t silent_rank, float wait_limit) {
   try {
     Check check("decode_layers");
     auto member = std::make_shared<LayersMember>();
@@ -73,7 +73,8 @@ ffi::Future layers_impl(ffi::RunId run, ffi::RemainingArgs args, ffi::RemainingR
       return failed(check.error());
     const Plan& p = member->operands.call.plan;
     const SharedPointers& s = member->operands.call.shared;
-    member->ranks.assign(member->operands.ranks, member->operands.ranks + member->operands.count);
+    for (int64_t i = 0; i < member->operands.count; ++i)  // without a silent rank the gang never completes
+      if (member->operands.ranks[i] != silent_rank) member->ranks.push_back(member->operands.ranks[i]);
     uint64_t digest = hash_bytes(0xCBF29CE484222325ull, dims.begin(), dims.size() * sizeof(int64_t));
     for (const int32_t* operand : {s.token, s.sequence, s.position})
       digest = hash_bytes(digest, operand, p.rows * sizeof(int32_t));
@@ -151,6 +152,7 @@ XLA_FFI_DEFINE_HANDLER(kLayers, layers_impl,
                            .Attr<ffi::Span<const int32_t>>("layer_kinds")
                            .Attr<bool>("taps")
                            .Attr<int64_t>("communicator")  // of the CUDA handler
+                           .Attr<int64_t>("silent_rank")
                            .Attr<float>("wait_limit"));
 XLA_FFI_DEFINE_HANDLER(kHead, head_impl,
                        ffi::Ffi::Bind()

@@ -9,13 +9,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.sharding import NamedSharding, PartitionSpec
 
 from muse_jax.config import MuseSparkConfig
 from muse_jax.decode.rows import MAX_ROWS, chain_rows
 from muse_jax.decode.state import DecodeState
 from muse_jax.decode.step import StepOutput, Taps, run_head, run_layers
 from muse_jax.decode.weights import DecodeWeights
-from muse_jax.mesh import RANKS
+from muse_jax.mesh import AXIS, RANKS
 
 
 def as_prompts(prompts: Sequence[int] | Sequence[Sequence[int]]) -> list[list[int]]:
@@ -55,11 +56,7 @@ def prefill(
     lengths = np.asarray(state.lengths)
     rows = [(t, b, lengths[b] + i) for b, prompt in enumerate(prompts) for i, t in enumerate(prompt)]
     last = {b: lengths[b] + len(prompt) - 1 for b, prompt in enumerate(prompts) if len(prompt)}
-    output = StepOutput(
-        jnp.zeros((state.batch, weights.config.vocab_size), jnp.float32),
-        jnp.full(state.batch, -1, jnp.int32),
-        jnp.zeros(state.batch, bool),
-    )
+    output = _no_output(weights, state)
     size = min(chunk, max(1, len(rows)))
     for begin in range(0, len(rows), size):
         part = rows[begin : begin + size]
@@ -72,9 +69,9 @@ def prefill(
             if on_chunk is not None and taps is not None:
                 on_chunk(len(part), taps, rows_output)
             if done:
-                row, b = (jnp.asarray(column) for column in zip(*done, strict=True))
-                output = jax.tree.map(lambda all_, new, row=row, b=b: all_.at[b].set(new[row]), output, rows_output)
+                output = _place(output, rows_output, *(np.array(column) for column in zip(*done, strict=True)))
         jax.block_until_ready(state.epoch)  # on the CPU, jaxlib before 0.12 hangs with many in flight
+    weights.communicator.check()
     return output, state
 
 
@@ -90,6 +87,21 @@ def _layers(weights: DecodeWeights, state: DecodeState, rows, taps: bool):
 
 
 _head = jax.jit(run_head)
+
+
+@jax.jit
+def _no_output(weights: DecodeWeights, state: DecodeState) -> StepOutput:
+    """The output of sequences that have no new token: zeros, token -1."""
+    batch = state.batch
+    vocab = NamedSharding(weights.mesh, PartitionSpec(None, AXIS))
+    logits = lax.with_sharding_constraint(jnp.zeros((batch, weights.config.vocab_size), jnp.float32), vocab)
+    return StepOutput(logits, jnp.full(batch, -1, jnp.int32), jnp.zeros(batch, bool))
+
+
+@jax.jit
+def _place(output: StepOutput, rows: StepOutput, row: np.ndarray, sequence: np.ndarray) -> StepOutput:
+    """Row `row[i]` of a step becomes the output of sequence `sequence[i]`."""
+    return jax.tree.map(lambda all_, new: all_.at[sequence].set(new[row]), output, rows)
 
 
 def prefill_whole(

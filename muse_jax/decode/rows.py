@@ -15,13 +15,13 @@ MAX_ROWS = 64
 class Rows:
     """T rows of one step (docs/architecture.md, "Rows"). A pytree."""
 
-    token: jax.Array
+    token: jax.Array | np.ndarray
     """int32 [T], 0 to V-1."""
-    sequence: jax.Array
+    sequence: jax.Array | np.ndarray
     """int32 [T], 0 to B-1, or -1: the row is inactive, costs nothing and yields zeros."""
-    position: jax.Array
+    position: jax.Array | np.ndarray
     """int32 [T]: committed length of the sequence plus depth in the tree."""
-    ancestors: jax.Array
+    ancestors: jax.Array | np.ndarray
     """bool [T, T]: row u is visible to row t; exactly one row per position from the committed length to t's own."""
 
 
@@ -52,7 +52,7 @@ def chain_rows(tokens: Sequence[int], sequence: Sequence[int], position: Sequenc
     token[:count], pos[:count] = tokens, position
     same = (seq[:, None] == seq[None, :]) & (seq[:, None] >= 0)
     ancestors = same & (np.arange(size)[None, :] <= np.arange(size)[:, None])
-    return Rows(jnp.asarray(token), jnp.asarray(seq), jnp.asarray(pos), jnp.asarray(ancestors))
+    return Rows(token, seq, pos, ancestors)
 
 
 def tree_rows(tokens: Sequence[int], parents: Sequence[int], *, length: int, sequence: int = 0) -> Rows:
@@ -78,9 +78,4 @@ def tree_rows(tokens: Sequence[int], parents: Sequence[int], *, length: int, seq
         if parent >= 0:
             ancestors[node] |= ancestors[parent]
             position[node] = position[parent] + 1
-    return Rows(
-        jnp.asarray(tokens, jnp.int32),
-        jnp.full(count, sequence, jnp.int32),
-        jnp.asarray(position),
-        jnp.asarray(ancestors),
-    )
+    return Rows(np.asarray(tokens, np.int32), np.full(count, sequence, np.int32), position, ancestors)

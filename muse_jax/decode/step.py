@@ -20,6 +20,10 @@ from muse_jax.mesh import AXIS
 LAYERS_TARGET = "muse_decode_layers_v1"
 HEAD_TARGET = "muse_decode_head_v1"
 
+WAIT_LIMIT = {"cpu": 60.0, "gpu": 10.0}
+"""Seconds that one rank waits for another before the step ends in an error. Eight CPU devices share few cores, so that
+ordinary work can hold one of them up for long."""
+
 # Operands of the layers call after the rows and before the weights, and the weights, in the order that
 # ffi/bindings/decode.cc reads them.
 _CACHES = ("k_full", "v_full", "k_ring", "v_ring")
@@ -66,7 +70,8 @@ def run_layers(
     layers: tuple[int, int] | None = None,
     stream: jax.Array | None = None,
     taps: bool = False,
-    wait_limit: float = 60.0,
+    wait_limit: float | None = None,
+    silent_rank: int | None = None,
 ) -> tuple[jax.Array, DecodeState, Taps | None]:
     """Embed the rows' tokens and run layers over them in one custom call; their K and V are written to the caches.
 
@@ -77,7 +82,9 @@ def run_layers(
         layers: half-open range, all by default; a range that does not start at 0 continues from `stream`.
         stream: fp32 [T, H], the residual stream before the first layer of such a range.
         taps: also return intermediate values.
-        wait_limit: seconds after which a step that some device never joined ends in an error.
+        wait_limit: seconds after which a rank that waits for another gives up and the step ends in an error;
+            WAIT_LIMIT by default.
+        silent_rank: for tests: this rank takes no part, so that the others must give up.
 
     Returns:
         (stream fp32 [T, H], state, taps or None).
@@ -117,7 +124,8 @@ def run_layers(
             layer_kinds=_kinds(config),
             taps=np.bool_(taps),
             communicator=np.int64(weights.communicator.key),
-            wait_limit=np.float32(wait_limit),
+            silent_rank=np.int64(-1 if silent_rank is None else silent_rank),
+            wait_limit=_wait_limit(weights, wait_limit),
         )
         return tuple(out)
 
@@ -142,7 +150,7 @@ def run_layers(
 
 
 def run_head(
-    weights: DecodeWeights, state: DecodeState, rows: Rows, stream: jax.Array, *, wait_limit: float = 60.0
+    weights: DecodeWeights, state: DecodeState, rows: Rows, stream: jax.Array, *, wait_limit: float | None = None
 ) -> StepOutput:
     """Final norm, vocabulary projection and argmax in one custom call.
 
@@ -167,7 +175,7 @@ def run_head(
             ranks, stream, gain, lm_head, sequence, epoch,
             vocab=np.int64(config.vocab_size), eps=np.float32(config.rms_norm_eps),
             multiplier=np.float32(config.output_multiplier), cap=np.float32(config.final_logit_softcapping),
-            communicator=np.int64(weights.communicator.key), wait_limit=np.float32(wait_limit),
+            communicator=np.int64(weights.communicator.key), wait_limit=_wait_limit(weights, wait_limit),
         )  # fmt: skip
         return jnp.swapaxes(logits, 0, 1).reshape(count, -1), token, nan
 
@@ -206,6 +214,11 @@ def decode_step(
     output = run_head(weights, state, rows, stream)
     grown = state.lengths + (1 if active is None else active.astype(jnp.int32))
     return output, dataclasses.replace(state, lengths=grown)
+
+
+def _wait_limit(weights: DecodeWeights, seconds: float | None) -> np.float32:
+    platform = next(iter(weights.mesh.devices.flat)).platform
+    return np.float32(WAIT_LIMIT["cpu" if platform == "cpu" else "gpu"] if seconds is None else seconds)
 
 
 def _refuse_vmap(call):

@@ -44,9 +44,7 @@ def repack(
         raise ValueError("cannot repack these parameters:\n  " + "\n  ".join(problems))
     arrays = _compiled(config, mesh)(dict(params))
     communicator = Communicator(config, mesh) if communicator is None else communicator
-    return DecodeWeights(
-        **arrays, ranks=ranks_array(mesh), config=config, mesh=mesh, communicator=communicator
-    )
+    return DecodeWeights(**arrays, ranks=ranks_array(mesh), config=config, mesh=mesh, communicator=communicator)
 
 
 @functools.lru_cache(maxsize=16)

@@ -37,7 +37,8 @@ void fill_places(Args* args, const Communicator& communicator, const std::vector
 
 ffi::Error layers_impl(Stream stream, int32_t device, ffi::RemainingArgs operands, ffi::RemainingRets rets,
                        ffi::Span<const int64_t> dims, ffi::Span<const float> scalars,
-                       ffi::Span<const int32_t> layer_kinds, bool taps, int64_t communicator_key, float wait_limit) {
+                       ffi::Span<const int32_t> layer_kinds, bool taps, int64_t communicator_key, int64_t silent_rank,
+                       float wait_limit) {
   return guarded("decode_layers", [&]() -> ffi::Error {
     Check check("decode_layers");
     LayersOperands in{};
@@ -58,6 +59,7 @@ ffi::Error layers_impl(Stream stream, int32_t device, ffi::RemainingArgs operand
     args.shared = in.call.shared;
     args.results = in.call.results[0];
     args.epoch = in.epoch;
+    args.silent_rank = static_cast<int32_t>(silent_rank);
     fill_places(&args, *communicator, ranks, wait_limit);
     return to_error(launch_layers(stream, args, communicator->layers_blocks(device)));
   });
@@ -93,6 +95,8 @@ ffi::Error head_impl(Stream stream, int32_t device, S32 ranks_operand, F32 x, Bf
   });
 }
 
+// Graph capture is safe: memsets and one kernel on the given stream, and every address outside the operands is the
+// communicator's, which never moves.
 XLA_FFI_DEFINE_HANDLER(kLayers, layers_impl,
                        ffi::Ffi::Bind()
                            .Ctx<StreamContext>()
@@ -104,7 +108,9 @@ XLA_FFI_DEFINE_HANDLER(kLayers, layers_impl,
                            .Attr<ffi::Span<const int32_t>>("layer_kinds")
                            .Attr<bool>("taps")
                            .Attr<int64_t>("communicator")
-                           .Attr<float>("wait_limit"));
+                           .Attr<int64_t>("silent_rank")
+                           .Attr<float>("wait_limit"),
+                       {ffi::Traits::kCmdBufferCompatible});
 XLA_FFI_DEFINE_HANDLER(kHead, head_impl,
                        ffi::Ffi::Bind()
                            .Ctx<StreamContext>()
@@ -123,7 +129,8 @@ XLA_FFI_DEFINE_HANDLER(kHead, head_impl,
                            .Attr<float>("multiplier")
                            .Attr<float>("cap")
                            .Attr<int64_t>("communicator")
-                           .Attr<float>("wait_limit"));
+                           .Attr<float>("wait_limit"),
+                       {ffi::Traits::kCmdBufferCompatible});
 
 }  // namespace
 

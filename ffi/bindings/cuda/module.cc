@@ -3,6 +3,7 @@
 #include <nanobind/stl/array.h>
 #include <nanobind/stl/string.h>
 
+#include <cstring>
 #include <stdexcept>
 
 #include "ffi/bindings/registry.h"
@@ -28,10 +29,28 @@ int64_t create_communicator(const std::array<int, muse::kRanks>& device_of_rank,
   return key;
 }
 
-std::string communicator_failure(int64_t key) {
-  const auto communicator = muse::Communicator::find(key);
+std::shared_ptr<muse::Communicator> open_communicator(int64_t key) {
+  auto communicator = muse::Communicator::find(key);
   if (!communicator) throw std::runtime_error("communicator " + std::to_string(key) + " is closed");
-  return communicator->failure();
+  return communicator;
+}
+
+// 8 x 64 bytes; those of other processes' ranks are zeros.
+nb::bytes export_handles(int64_t key) {
+  muse::Communicator::Handles handles{};
+  raise_if(open_communicator(key)->export_handles(&handles));
+  return nb::bytes(handles[0].data(), sizeof(handles));
+}
+
+void connect_communicator(int64_t key, const nb::bytes& bytes) {
+  muse::Communicator::Handles handles{};
+  if (bytes.size() != sizeof(handles)) throw std::runtime_error("connect_communicator needs 8 handles of 64 bytes");
+  memcpy(handles[0].data(), bytes.c_str(), sizeof(handles));
+  raise_if(open_communicator(key)->connect(handles));
+}
+
+std::string communicator_failure(int64_t key) {
+  return open_communicator(key)->failure();
 }
 
 }  // namespace
@@ -49,7 +68,7 @@ NB_MODULE(_cuda, m) {
       },
       "Target name -> capsule, for jax.ffi.register_ffi_target.");
   m.def("create_communicator", &create_communicator, nb::arg("device_of_rank"), nb::arg("sizes"),
-        "Allocate and preload everything for 8 ranks on these local devices; returns the key.");
+        "Allocate and preload everything for the ranks on these local devices (-1: another process); returns the key.");
   m.def(
       "destroy_communicator",
       [](int64_t key) {
@@ -57,6 +76,9 @@ NB_MODULE(_cuda, m) {
         raise_if(muse::Communicator::destroy(key));
       },
       nb::arg("key"), "Free a communicator once no step uses it.");
+  m.def("export_handles", &export_handles, nb::arg("key"), "CUDA IPC handles of this process's workspaces.");
+  m.def("connect_communicator", &connect_communicator, nb::arg("key"), nb::arg("handles"),
+        "Open the workspaces of other processes' ranks.");
   m.def("communicator_failure", &communicator_failure, nb::arg("key"),
         "Empty, or which rank waited where for whom when a step gave up.");
   m.def("architectures", [] { return std::string(MUSE_CUDA_ARCHITECTURES); });

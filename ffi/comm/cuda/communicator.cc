@@ -2,6 +2,7 @@
 
 #include <cuda_runtime.h>
 
+#include <cstring>
 #include <map>
 #include <mutex>
 #include <set>
@@ -71,7 +72,8 @@ Status Communicator::build(const std::array<int, kRanks>& device_of_rank, const 
   const DeviceScope scope;
   device_of_rank_ = device_of_rank;
   bytes_ = workspace_of(plan).bytes;
-  const std::set<int> devices(device_of_rank.begin(), device_of_rank.end());
+  std::set<int> devices(device_of_rank.begin(), device_of_rank.end());
+  devices.erase(-1);
   cudaError_t e = cudaHostAlloc(reinterpret_cast<void**>(&host_report_), kRanks * sizeof(Report),
                                 cudaHostAllocMapped | cudaHostAllocPortable);
   if (e != cudaSuccess) return cuda_status("host memory for reports", e);
@@ -94,6 +96,7 @@ Status Communicator::build(const std::array<int, kRanks>& device_of_rank, const 
     if (!status.ok()) return status;
   }
   for (int rank = 0; rank < kRanks; ++rank) {
+    if (device_of_rank[rank] < 0) continue;
     if ((e = cudaSetDevice(device_of_rank[rank])) != cudaSuccess) return cuda_status("no such device", e);
     if ((e = cudaMalloc(reinterpret_cast<void**>(&workspace_[rank]), bytes_)) != cudaSuccess)
       return cuda_status(("a rank's workspace of " + std::to_string(bytes_) +
@@ -107,10 +110,44 @@ Status Communicator::build(const std::array<int, kRanks>& device_of_rank, const 
   return {};
 }
 
+Status Communicator::export_handles(Handles* handles) const {
+  for (int rank = 0; rank < kRanks; ++rank) {
+    if (device_of_rank_[rank] < 0) continue;
+    cudaIpcMemHandle_t handle;
+    const cudaError_t e = cudaIpcGetMemHandle(&handle, workspace_[rank]);
+    if (e != cudaSuccess) return cuda_status("exporting a workspace to other processes", e);
+    static_assert(sizeof(handle) == sizeof((*handles)[rank]), "an IPC handle has 64 bytes");
+    memcpy((*handles)[rank].data(), &handle, sizeof(handle));
+  }
+  return {};
+}
+
+Status Communicator::connect(const Handles& handles) {
+  const DeviceScope scope;
+  for (const int device : device_of_rank_) {
+    if (device < 0) continue;
+    cudaSetDevice(device);
+    break;
+  }
+  for (int rank = 0; rank < kRanks; ++rank) {
+    if (device_of_rank_[rank] >= 0) continue;
+    cudaIpcMemHandle_t handle;
+    memcpy(&handle, handles[rank].data(), sizeof(handle));
+    const cudaError_t e = cudaIpcOpenMemHandle(reinterpret_cast<void**>(&workspace_[rank]), handle, cudaIpcMemLazyEnablePeerAccess);
+    if (e != cudaSuccess)
+      return cuda_status(("opening the workspace of rank " + std::to_string(rank) + ", which another process on this host owns").c_str(), e);
+  }
+  return {};
+}
+
 Communicator::~Communicator() {
   const DeviceScope scope;
   for (int rank = 0; rank < kRanks; ++rank) {
     if (!workspace_[rank]) continue;
+    if (device_of_rank_[rank] < 0) {
+      cudaIpcCloseMemHandle(workspace_[rank]);
+      continue;
+    }
     cudaSetDevice(device_of_rank_[rank]);
     cudaDeviceSynchronize();  // no kernel may still use it
     cudaFree(workspace_[rank]);

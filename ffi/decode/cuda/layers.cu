@@ -714,6 +714,7 @@ __global__ void __launch_bounds__(kThreads, 1) decode_layers(const __grid_consta
   Shared& shared = *reinterpret_cast<Shared*>(memory);
   const uint32_t size = gridDim.x / args.local_count, which = blockIdx.x / size;
   const int rank = args.local[which];
+  if (rank == args.silent_rank) return;
   Control* control = reinterpret_cast<Control*>(args.workspace[rank]);
   Place place{control, args.report[rank], now() + args.wait_limit_ns, static_cast<uint32_t>(rank), blockIdx.x % size, size, 0, 0, 0};
   place.layer = static_cast<uint32_t>(args.plan.layer_begin);

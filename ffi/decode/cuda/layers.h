@@ -17,6 +17,7 @@ struct LayersArgs {
   Report* report[kRanks];
   int32_t local[kRanks];  // the ranks of this device
   int32_t local_count;
+  int32_t silent_rank;  // for tests: this rank's blocks leave at once; -1 none
   uint64_t wait_limit_ns;
   int32_t* epoch;  // the call's aliased state: {id, calls}
 };
