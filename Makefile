@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 SOURCES := $(shell find ffi -type f) CMakeLists.txt pyproject.toml
 
-.PHONY: demo test lint test-matrix clean
+.PHONY: demo test lint test-matrix cuda-archs clean
 .DELETE_ON_ERROR:
 
 # Editable: Python files are used as they are, and this stamp rebuilds the C++ when it changes.
@@ -45,6 +45,21 @@ test-matrix:
 	$@/bin/python -m pip install --quiet --disable-pip-version-check $(foreach p,$(MATRIX_JAX),"$(p)") --editable ".[test]"
 	$@/bin/python -c "import sys, jax; print('Python', sys.version.split()[0], 'jax', jax.__version__)"
 	$@/bin/python -m pytest -n 2 --dist loadfile
+
+# Every kernel for every architecture that the wheel may name; a warning, a spilled register or a stack frame is an error.
+CUDA_ARCHS ?= 90a 100a 103a
+CUDA_KERNELS := $(shell find ffi -name '*.cu')
+NVCC_FLAGS := -std=c++17 -O3 -I. --fmad=false -prec-div=true -prec-sqrt=true -ftz=false -Werror all-warnings \
+  -Xptxas -Werror,-warn-spills,-warn-lmem-usage -Xcompiler -Wall,-Wextra,-Werror
+
+cuda-archs: $(foreach a,$(CUDA_ARCHS),$(CUDA_KERNELS:%.cu=build/cuda-archs/$(a)/%.o))
+
+define CUDA_ARCH
+build/cuda-archs/$(1)/%.o: %.cu $(SOURCES)
+	@mkdir -p $$(@D)
+	nvcc $$(NVCC_FLAGS) -gencode=arch=compute_$(1),code=sm_$(1) -c $$< -o $$@
+endef
+$(foreach a,$(CUDA_ARCHS),$(eval $(call CUDA_ARCH,$(a))))
 
 clean:
 	rm -rf $(VENV) .matrix build checkpoints/tiny

@@ -42,6 +42,7 @@ ffi::Future meet(const char* what, const GangKey& key, std::shared_ptr<Member> m
   } catch (const std::exception& e) {
     status = {std::string(what) + ": " + e.what()};
   }
+  if (!status.ok()) fail_run(key.run_id, status);
   complete_all(members, status);
   return future;
 }

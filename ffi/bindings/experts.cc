@@ -91,14 +91,14 @@ ffi::Error expert_ffn_impl(Stream stream, CallScratch scratch, Bf16 x, S32 exper
     check.shape("w13", w13, {op.local, 2 * op.intermediate, op.model})
         .shape("w2", w2, {op.local, op.model, op.intermediate});
     if (!check.ok()) return check.error();
-    return to_error(
-        expert_ffn(stream, &scratch, op, bits(x), experts.typed_data(), first.typed_data(), bits(w13), bits(w2), bits(f)));
+    return to_error(expert_ffn(stream, &scratch, op, bits(x), experts.typed_data(), first.typed_data(), bits(w13),
+                               bits(w2), bits(f)));
   });
 }
 
-ffi::Error expert_ffn_nvfp4_impl(Stream stream, CallScratch scratch, Bf16 x, S32 experts, ScalarS32 first, U8 w13, E4m3 w13_scales,
-                                 F32 w13_scale_2, U8 w2, E4m3 w2_scales, F32 w2_scale_2, F32 input_scales,
-                                 ffi::Result<Bf16> f, bool quantize_activations) {
+ffi::Error expert_ffn_nvfp4_impl(Stream stream, CallScratch scratch, Bf16 x, S32 experts, ScalarS32 first, U8 w13,
+                                 E4m3 w13_scales, F32 w13_scale_2, U8 w2, E4m3 w2_scales, F32 w2_scale_2,
+                                 F32 input_scales, ffi::Result<Bf16> f, bool quantize_activations) {
   return guarded("expert_ffn_nvfp4", [&] {
     ExpertFfn op{};
     Check check = check_experts("expert_ffn_nvfp4", x, experts, w13, *f, &op);
@@ -116,7 +116,8 @@ ffi::Error expert_ffn_nvfp4_impl(Stream stream, CallScratch scratch, Bf16 x, S32
                                w2_scale_2.typed_data(),
                                input_scales.typed_data(),
                                quantize_activations};
-    return to_error(expert_ffn_nvfp4(stream, &scratch, op, bits(x), experts.typed_data(), first.typed_data(), weights, bits(f)));
+    return to_error(
+        expert_ffn_nvfp4(stream, &scratch, op, bits(x), experts.typed_data(), first.typed_data(), weights, bits(f)));
   });
 }
 
@@ -152,9 +153,16 @@ XLA_FFI_DEFINE_HANDLER(kQuantize, quantize_impl,
                        ffi::Ffi::Bind().Ctx<StreamContext>().Arg<Bf16>().Arg<Scalar>().Ret<U8>().Ret<ffi::AnyBuffer>());
 XLA_FFI_DEFINE_HANDLER(kQuantizeWeight, quantize_weight_impl,
                        ffi::Ffi::Bind().Ctx<StreamContext>().Arg<Bf16>().Ret<U8>().Ret<ffi::AnyBuffer>().Ret<F32>());
-XLA_FFI_DEFINE_HANDLER(
-    kExpertFfn, expert_ffn_impl,
-    ffi::Ffi::Bind().Ctx<StreamContext>().Ctx<CallScratch>().Arg<Bf16>().Arg<S32>().Arg<ScalarS32>().Arg<Bf16>().Arg<Bf16>().Ret<Bf16>());
+XLA_FFI_DEFINE_HANDLER(kExpertFfn, expert_ffn_impl,
+                       ffi::Ffi::Bind()
+                           .Ctx<StreamContext>()
+                           .Ctx<CallScratch>()
+                           .Arg<Bf16>()
+                           .Arg<S32>()
+                           .Arg<ScalarS32>()
+                           .Arg<Bf16>()
+                           .Arg<Bf16>()
+                           .Ret<Bf16>());
 XLA_FFI_DEFINE_HANDLER(kExpertFfnNvfp4, expert_ffn_nvfp4_impl,
                        ffi::Ffi::Bind()
                            .Ctx<StreamContext>()

@@ -49,8 +49,8 @@ ffi::Error gemm_w4a16_impl(Stream stream, Bf16 x, U8 codes, E4m3 scales, Scalar 
   });
 }
 
-ffi::Error gemm_w4a4_impl(Stream stream, CallScratch scratch, U8 x_codes, E4m3 x_scales, U8 w_codes, E4m3 w_scales, Scalar weight_scale_2,
-                          Scalar input_scale, ffi::Result<ffi::AnyBuffer> y) {
+ffi::Error gemm_w4a4_impl(Stream stream, CallScratch scratch, U8 x_codes, E4m3 x_scales, U8 w_codes, E4m3 w_scales,
+                          Scalar weight_scale_2, Scalar input_scale, ffi::Result<ffi::AnyBuffer> y) {
   return guarded("gemm_w4a4", [&] {
     Check check("gemm_w4a4");
     if (!check.rank("x codes", x_codes, 2).ok()) return check.error();

@@ -34,9 +34,12 @@ struct StreamContext {};
 class CallScratch final : public Scratch {
  public:
   explicit CallScratch(ffi::ScratchAllocator allocator) : allocator_(std::move(allocator)) {}
-  void* allocate(int64_t bytes) override { return allocator_.Allocate(static_cast<size_t>(bytes), 256).value_or(nullptr); }
+  void* allocate(int64_t bytes) override {
+    return allocator_.Allocate(static_cast<size_t>(bytes), kAlignment).value_or(nullptr);
+  }
 
  private:
+  static constexpr size_t kAlignment = 64;  // the most that XLA grants
   ffi::ScratchAllocator allocator_;
 };
 #else
@@ -152,7 +155,8 @@ template <>
 struct CtxDecoding<muse::bindings::CallScratch> {
   using Type = muse::bindings::CallScratch;
 #if defined(MUSE_CUDA_MODULE)
-  static std::optional<Type> Decode(const XLA_FFI_Api* api, XLA_FFI_ExecutionContext* ctx, DiagnosticEngine& diagnostic) {
+  static std::optional<Type> Decode(const XLA_FFI_Api* api, XLA_FFI_ExecutionContext* ctx,
+                                    DiagnosticEngine& diagnostic) {
     auto allocator = CtxDecoding<ScratchAllocator>::Decode(api, ctx, diagnostic);
     if (!allocator) return std::nullopt;
     return Type(std::move(*allocator));

@@ -4,6 +4,7 @@
 #include <chrono>
 #include <condition_variable>
 #include <cstring>
+#include <deque>
 #include <map>
 #include <mutex>
 #include <thread>
@@ -49,6 +50,14 @@ class Gangs {
       if (problem.empty()) mask |= 1u << r;
     }
     std::unique_lock<std::mutex> lock(mutex_);
+    const auto failure =
+        std::find_if(failed_.begin(), failed_.end(), [&](const auto& f) { return f.first == key.run_id; });
+    if (failure != failed_.end()) {
+      const Status status = failure->second;
+      lock.unlock();
+      complete_all({std::move(member)}, status);
+      return {};
+    }
     const auto same_key = gangs_.equal_range(key);
     auto at = std::find_if(same_key.first, same_key.second, [&](const auto& g) { return !(g.second.present & mask); });
     const bool created = at == same_key.second;
@@ -68,8 +77,25 @@ class Gangs {
     gangs_.erase(at);
     lock.unlock();
     if (problem.empty()) return members;
-    complete_all(members, {std::string(what) + ": " + problem});
+    const Status status{std::string(what) + ": " + problem};
+    fail_run(key.run_id, status);
+    complete_all(members, status);
     return {};
+  }
+
+  void fail_run(int64_t run_id, const Status& status) {
+    std::vector<GangMember> waiting;
+    {
+      const std::lock_guard<std::mutex> lock(mutex_);
+      failed_.emplace_back(run_id, status);
+      if (failed_.size() > kRemembered) failed_.pop_front();
+      const auto first = gangs_.lower_bound({run_id, INT64_MIN, INT64_MIN, 0});
+      auto last = first;
+      for (; last != gangs_.end() && last->first.run_id == run_id; ++last)
+        for (GangMember& member : last->second.members) waiting.push_back(std::move(member));
+      gangs_.erase(first, last);
+    }
+    complete_all(waiting, status);
   }
 
  private:
@@ -88,21 +114,26 @@ class Gangs {
       } else if (Clock::now() < first->second.deadline) {
         changed_.wait_until(lock, Clock::time_point(first->second.deadline));
       } else {
+        const int64_t run_id = first->first.run_id;
         const Gang gang = std::move(first->second);
         gangs_.erase(first);
         lock.unlock();
         const uint32_t missing = ~gang.present & ((1u << kRanks) - 1);
-        complete_all(
-            gang.members,
-            {gang.what + ": waited " + std::to_string(gang.limit_seconds) + " s, but rank(s) " + list_ranks(missing) +
-             " never joined the step; run it inside shard_map over a mesh that carries all 8 ranks"});
+        const Status status{gang.what + ": waited " + std::to_string(gang.limit_seconds) + " s, but rank(s) " +
+                            list_ranks(missing) +
+                            " never joined the step; run it inside shard_map over a mesh that carries all 8 ranks"};
+        fail_run(run_id, status);
+        complete_all(gang.members, status);
         lock.lock();
       }
     }
   }
 
+  static constexpr size_t kRemembered = 64;
+
   std::mutex mutex_;
   std::condition_variable changed_;
+  std::deque<std::pair<int64_t, Status>> failed_;  // the newest runs that ended in an error
   std::multimap<GangKey, Gang> gangs_;  // twins under one key do equal work, so it is all the same who meets whom
 };
 
@@ -119,6 +150,8 @@ void complete_all(const std::vector<GangMember>& members, const Status& status) 
 std::vector<GangMember> join_gang(const char* what, const GangKey& key, GangMember member, double limit_seconds) {
   return Gangs::get().join(what, key, std::move(member), limit_seconds);
 }
+
+void fail_run(int64_t run_id, const Status& status) { Gangs::get().fail_run(run_id, status); }
 
 uint64_t hash_bytes(uint64_t seed, const void* data, size_t bytes) {
   const auto* p = static_cast<const unsigned char*>(data);

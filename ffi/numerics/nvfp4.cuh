@@ -5,6 +5,14 @@
 
 namespace muse {
 
+// Four bytes of a (0 to 3) and b (4 to 7) by the selector's nibbles; a nibble with bit 3 set gives the byte's sign
+// eight times (which __byte_perm does not do).
+__device__ __forceinline__ uint32_t permute_bytes(uint32_t a, uint32_t b, uint32_t selector) {
+  uint32_t result;
+  asm("prmt.b32 %0, %1, %2, %3;" : "=r"(result) : "r"(a), "r"(b), "r"(selector));
+  return result;
+}
+
 __device__ __forceinline__ uint32_t multiply_bf16x2(uint32_t a, uint32_t b) {
   uint32_t result;
   asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(result) : "r"(a), "r"(b));
@@ -14,19 +22,19 @@ __device__ __forceinline__ uint32_t multiply_bf16x2(uint32_t a, uint32_t b) {
 // An e4m3 scale as two equal bf16 numbers; exact, NaN stays NaN.
 __device__ __forceinline__ uint32_t scale_bf16x2(uint8_t scale) {
   const uint32_t bits = bit_cast<uint32_t>(from_e4m3(scale));
-  return __byte_perm(bits, bits, 0x3232);
+  return permute_bytes(bits, bits, 0x3232);
 }
 
 // Four codes (the low 16 bits, element 0 lowest) as two words of two bf16 numbers each, unscaled.
 __device__ __forceinline__ uint2 codes_bf16x4(uint32_t codes) {
-  // A byte permutation looks up four codes at once: high and low bytes of 0, .5, 1, 1.5 and 2, 3, 4, 6.
+  // Four codes are looked up at once: high and low bytes of 0, .5, 1, 1.5 and 2, 3, 4, 6.
   const uint32_t magnitude = codes & 0x7777u;
-  const uint32_t high = __byte_perm(0x3F3F3F00u, 0x40404040u, magnitude);
-  const uint32_t low = __byte_perm(0xC0800000u, 0xC0804000u, magnitude);
-  // A selector with bit 3 set replicates the byte's sign: 0xFF for a negative code, 0x80 otherwise.
-  const uint32_t negative = __byte_perm(0x80808080u, 0x80808080u, codes);
+  const uint32_t high = permute_bytes(0x3F3F3F00u, 0x40404040u, magnitude);
+  const uint32_t low = permute_bytes(0xC0800000u, 0xC0804000u, magnitude);
+  // 0xFF for a negative code, 0x80 otherwise.
+  const uint32_t negative = permute_bytes(0x80808080u, 0x80808080u, codes);
   const uint32_t signed_high = high | ((negative << 7) & 0x80808080u);
-  return {__byte_perm(low, signed_high, 0x5140), __byte_perm(low, signed_high, 0x7362)};
+  return {permute_bytes(low, signed_high, 0x5140), permute_bytes(low, signed_high, 0x7362)};
 }
 
 // Sixteen codes (two per byte, element 2j in byte j's low nibble) times their scale, as sixteen bf16 numbers.

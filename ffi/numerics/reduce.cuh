@@ -16,7 +16,8 @@ __device__ __forceinline__ float fold_half_warp(float lane) {
   return lane;
 }
 
-// lanes(x, y) over n elements by the sixteen threads of a half warp; each half may bring its own x and y, n is the same.
+// lanes(x, y) over n elements by the sixteen threads of a half warp; each half may bring its own x and y, n is the
+// same.
 template <typename X, typename Y>
 __device__ __forceinline__ float lanes_half_warp(int64_t n, const X* x, const Y* y) {
   float lane = 0.0f;
@@ -28,8 +29,9 @@ __device__ __forceinline__ float lanes_half_warp(int64_t n, const X* x, const Y*
 // Where a row of eight segments is reduced by as many half warps, thread 16 s + j holds accumulator j of segment s.
 constexpr int kRowThreads = kSegments * kLanes;
 
-// tree8 over the half warps of kRowThreads threads, given each one's segment sum; the same in all threads. `shared` holds
-// four numbers and may be used again at once. All threads of the block take part, and they are exactly kRowThreads.
+// tree8 over the half warps of kRowThreads threads, given each one's segment sum; the same in all threads. `shared`
+// holds four numbers and may be used again at once. All threads of the block take part, and they are exactly
+// kRowThreads.
 __device__ __forceinline__ float tree8_block(float segment_sum, float* shared) {
   const float pair = segment_sum + __shfl_xor_sync(kFullWarp, segment_sum, kLanes);
   __syncthreads();

@@ -22,7 +22,9 @@ inline Status no_memory(const char* op, int64_t bytes) {
 
 inline int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
-inline unsigned blocks_for(int64_t items, int64_t per_block) { return static_cast<unsigned>(divide_up(items, per_block)); }
+inline unsigned blocks_for(int64_t items, int64_t per_block) {
+  return static_cast<unsigned>(divide_up(items, per_block));
+}
 
 // Lets a kernel have `bytes` of dynamic shared memory on the current device.
 template <typename... Arguments>

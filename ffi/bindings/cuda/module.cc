@@ -49,9 +49,7 @@ void connect_communicator(int64_t key, const nb::bytes& bytes) {
   raise_if(open_communicator(key)->connect(handles));
 }
 
-std::string communicator_failure(int64_t key) {
-  return open_communicator(key)->failure();
-}
+std::string communicator_failure(int64_t key) { return open_communicator(key)->failure(); }
 
 }  // namespace
 

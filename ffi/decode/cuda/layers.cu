@@ -2,6 +2,8 @@
 // blocks meet at barriers, ranks meet through slots (sync.cuh). The arithmetic is ffi/decode/cpu/layers.cc's, bit for bit.
 #include <cuda_runtime.h>
 
+#include <algorithm>
+
 #include "ffi/decode/cuda/attention.cuh"
 #include "ffi/decode/cuda/column_parallel.cuh"
 #include "ffi/decode/cuda/layers.h"
@@ -34,7 +36,7 @@ struct Shared {
   int16_t expert[kMaxPairs]; // the experts in use, ascending
   int16_t first[kMaxPairs + 1];
   int32_t used;
-  float row[];               // one row: stream and branch as fp32, 2 * hidden
+  float row[];               // scratch (layers_shared_bytes): a row's stream and branch, a pooled row, the chosen experts
 };
 
 // One block's run through the layers.
@@ -729,7 +731,10 @@ __global__ void __launch_bounds__(kThreads, 1) decode_layers(const __grid_consta
 
 }  // namespace
 
-int64_t layers_shared_bytes(const Plan& plan) { return static_cast<int64_t>(sizeof(Shared)) + 2 * plan.hidden * 4; }
+int64_t layers_shared_bytes(const Plan& plan) {
+  const int64_t row_floats = std::max({2 * plan.hidden, plan.moe_hidden, kMaxRows * plan.top_k});
+  return static_cast<int64_t>(sizeof(Shared)) + row_floats * static_cast<int64_t>(sizeof(float));
+}
 
 Status prepare_layers(const Plan& plan, int* blocks) {
   const auto fail = [](const char* what, cudaError_t e) { return Status{std::string("decode_layers: ") + what + ": " + cudaGetErrorString(e)}; };

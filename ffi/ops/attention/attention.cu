@@ -1,7 +1,6 @@
-#include "ffi/ops/attention/attention.h"
-
 #include "ffi/numerics/elementary.h"
 #include "ffi/numerics/mma.cuh"
+#include "ffi/ops/attention/attention.h"
 #include "ffi/ops/attention/chunks.h"
 #include "ffi/ops/launch.cuh"
 #include "ffi/ops/rope/head.cuh"
@@ -59,9 +58,8 @@ __device__ __forceinline__ uint32_t pack(uint16_t low, uint16_t high) {
   return static_cast<uint32_t>(low) | static_cast<uint32_t>(high) << 16;
 }
 
-__global__ void __launch_bounds__(kThreads)
-    attention_kernel(Attention op, const uint16_t* q, const uint16_t* k, const uint16_t* v, const int32_t* position,
-                     uint16_t* a) {
+__global__ void __launch_bounds__(kThreads) attention_kernel(Attention op, const uint16_t* q, const uint16_t* k,
+                                                             const uint16_t* v, const int32_t* position, uint16_t* a) {
   extern __shared__ __align__(128) unsigned char shared[];
   __shared__ Span warp_spans[kWarps];
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, group = static_cast<int>(op.heads / op.kv_heads);
@@ -122,7 +120,8 @@ __global__ void __launch_bounds__(kThreads)
   Sums chunk_sums, super, total;
   super.clear();
   total.clear();
-  const int first_chunk = all.first / kChunkRows, last_chunk = all.last < all.first ? first_chunk - 1 : all.last / kChunkRows;
+  const int first_chunk = all.first / kChunkRows,
+            last_chunk = all.last < all.first ? first_chunk - 1 : all.last / kChunkRows;
   if (first_chunk <= last_chunk) fetch(first_chunk);
   commit_copies();
 #pragma unroll 1
@@ -163,7 +162,8 @@ __global__ void __launch_bounds__(kThreads)
           p[2 * half + i] = pack(bits[0], bits[1]);
         }
       const uint32_t ones[2] = {kOnes, kOnes};
-      float sum[4] = {chunk_sums.denominator[0], 0.0f, chunk_sums.denominator[1], 0.0f};  // the other columns are unused
+      float sum[4] = {chunk_sums.denominator[0], 0.0f, chunk_sums.denominator[1],
+                      0.0f};  // the other columns are unused
       mma_bf16(sum, p, ones);
       chunk_sums.denominator[0] = sum[0];
       chunk_sums.denominator[1] = sum[2];
@@ -228,8 +228,8 @@ Status attention(Stream stream, Attention op, const uint16_t* q, const uint16_t*
 Status attention_gate(Stream stream, int64_t rows, int64_t heads, float eps, const uint16_t* a, const uint16_t* u,
                       uint16_t* o) {
   if (rows * heads == 0) return {};
-  gate_kernel<<<blocks_for(rows * heads, kHeadsPerBlock), kGateThreads, 0, cuda_stream(stream)>>>(rows * heads, eps, a, u,
-                                                                                                 o);
+  gate_kernel<<<blocks_for(rows * heads, kHeadsPerBlock), kGateThreads, 0, cuda_stream(stream)>>>(rows * heads, eps, a,
+                                                                                                  u, o);
   return launched("attention_gate");
 }
 

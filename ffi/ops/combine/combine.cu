@@ -1,6 +1,5 @@
-#include "ffi/ops/combine/combine.h"
-
 #include "ffi/numerics/reduce.cuh"
+#include "ffi/ops/combine/combine.h"
 #include "ffi/ops/combine/row.h"
 #include "ffi/ops/launch.cuh"
 #include "ffi/ops/norm/row.h"

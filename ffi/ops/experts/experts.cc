@@ -172,8 +172,8 @@ Status expert_ffn(Stream, Scratch*, ExpertFfn op, const uint16_t* x, const int32
   return run(op, Bf16Kind{w13, w2}, x, experts, *first, f);
 }
 
-Status expert_ffn_nvfp4(Stream, Scratch*, ExpertFfn op, const uint16_t* x, const int32_t* experts,
-                        const int32_t* first, Nvfp4Experts weights, uint16_t* f) {
+Status expert_ffn_nvfp4(Stream, Scratch*, ExpertFfn op, const uint16_t* x, const int32_t* experts, const int32_t* first,
+                        Nvfp4Experts weights, uint16_t* f) {
   return weights.quantize_activations ? run(op, W4A4Kind{weights}, x, experts, *first, f)
                                       : run(op, W4A16Kind{weights}, x, experts, *first, f);
 }

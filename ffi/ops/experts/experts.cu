@@ -1,7 +1,6 @@
-#include "ffi/ops/experts/experts.h"
-
 #include <algorithm>
 
+#include "ffi/ops/experts/experts.h"
 #include "ffi/ops/experts/row.h"
 #include "ffi/ops/gemm/tile.cuh"
 #include "ffi/ops/launch.cuh"
@@ -46,12 +45,14 @@ __global__ void __launch_bounds__(kGroupThreads)
     tile_sums[thread] = tiles;
     for (int width = 1; width < kGroupThreads; width *= 2) {  // inclusive prefix sums
       __syncthreads();
-      const int32_t p = thread >= width ? pair_sums[thread - width] : 0, t = thread >= width ? tile_sums[thread - width] : 0;
+      const int32_t p = thread >= width ? pair_sums[thread - width] : 0,
+                    t = thread >= width ? tile_sums[thread - width] : 0;
       __syncthreads();
       pair_sums[thread] += p;
       tile_sums[thread] += t;
     }
-    const int32_t begin = pairs_before + pair_sums[thread] - count, first_tile = tiles_before + tile_sums[thread] - tiles;
+    const int32_t begin = pairs_before + pair_sums[thread] - count,
+                  first_tile = tiles_before + tile_sums[thread] - tiles;
     for (int32_t i = 0; i < tiles; ++i) {
       const int32_t end = begin + (i + 1) * tile_rows;
       groups.tiles[first_tile + i] = {e, begin + i * tile_rows, end < begin + count ? end : begin + count};
@@ -120,8 +121,8 @@ __global__ void __launch_bounds__(Shape::kThreads)
           const float up = finish<kKind>(acc[i][j + kPairTiles][2 * half + r], scales, 2 * tile.expert + 1);
           swiglu_row(&gate, &up, 1, &result[r]);
         }
-        *reinterpret_cast<ushort2*>(m + static_cast<int64_t>(row) * intermediate + first_column + warp_column + 8 * j) = {
-            result[0], result[1]};
+        *reinterpret_cast<ushort2*>(m + static_cast<int64_t>(row) * intermediate + first_column + warp_column +
+                                    8 * j) = {result[0], result[1]};
       }
     }
 }
@@ -137,8 +138,9 @@ __global__ void __launch_bounds__(Shape::kThreads)
   const int first_column = static_cast<int>(blockIdx.x % across) * Shape::kColumns, model = static_cast<int>(op.model);
   TileSums<Shape> acc;
   multiply_tile<Shape, kKind>(
-      shared, static_cast<int>(op.intermediate), m, [&](int r) { return tile.begin + r < tile.end ? tile.begin + r : -1; },
-      w2, [&](int c) { return tile.expert * model + first_column + c; }, acc);
+      shared, static_cast<int>(op.intermediate), m,
+      [&](int r) { return tile.begin + r < tile.end ? tile.begin + r : -1; }, w2,
+      [&](int c) { return tile.expert * model + first_column + c; }, acc);
 #pragma unroll
   for (int i = 0; i < Shape::kRowTiles; ++i)
 #pragma unroll
@@ -148,15 +150,16 @@ __global__ void __launch_bounds__(Shape::kThreads)
       uint16_t* out = f + static_cast<int64_t>(groups.pairs[row]) * model + first_column + tile_column<Shape>();
 #pragma unroll
       for (int j = 0; j < Shape::kColumnTiles; ++j)
-        *reinterpret_cast<ushort2*>(out + 8 * j) = {to_bf16(finish<kKind>(acc[i][j][2 * half], scales, tile.expert)),
-                                                    to_bf16(finish<kKind>(acc[i][j][2 * half + 1], scales, tile.expert))};
+        *reinterpret_cast<ushort2*>(out + 8 * j) = {
+            to_bf16(finish<kKind>(acc[i][j][2 * half], scales, tile.expert)),
+            to_bf16(finish<kKind>(acc[i][j][2 * half + 1], scales, tile.expert))};
     }
 }
 
 constexpr int kQuantizeThreads = 128;
 
-// Rows of bf16 -> what quantising makes of them, code * scale as bf16; out may be x. `rows` is a bound, *row_count (where
-// given) the number.
+// Rows of bf16 -> what quantising makes of them, code * scale as bf16; out may be x. `rows` is a bound, *row_count
+// (where given) the number.
 __global__ void quantize_expand(int64_t rows, int blocks_per_row, const int32_t* row_count, const uint16_t* x,
                                 const float* input_scale, uint16_t* out) {
   const int64_t b = static_cast<int64_t>(blockIdx.x) * kQuantizeThreads + threadIdx.x;
@@ -206,14 +209,14 @@ Status run(Stream stream, const char* name, Scratch* scratch, const ExpertFfn& o
   auto* m = reinterpret_cast<uint16_t*>(take(3));
   auto* expanded = reinterpret_cast<uint16_t*>(take(4));
 
-  for (const Status& status :
-       {allow_shared(name, group_pairs, op.local * 4), allow_shared(name, gate_up_kernel<Shape, kKind>, Shape::kSharedBytes),
-        allow_shared(name, down_kernel<Shape, kKind>, Shape::kSharedBytes),
-        cuda_status(name, cudaMemsetAsync(f, 0, pairs * op.model * 2, queue))})
+  for (const Status& status : {allow_shared(name, group_pairs, op.local * 4),
+                               allow_shared(name, gate_up_kernel<Shape, kKind>, Shape::kSharedBytes),
+                               allow_shared(name, down_kernel<Shape, kKind>, Shape::kSharedBytes),
+                               cuda_status(name, cudaMemsetAsync(f, 0, pairs * op.model * 2, queue))})
     if (!status.ok()) return status;
   group_pairs<<<1, kGroupThreads, op.local * 4, queue>>>(op, Shape::kRows, experts, first, groups);
-  const auto quantize = [&](int64_t rows, int64_t columns, const int32_t* count, const uint16_t* from, const float* scale,
-                            uint16_t* to) {
+  const auto quantize = [&](int64_t rows, int64_t columns, const int32_t* count, const uint16_t* from,
+                            const float* scale, uint16_t* to) {
     quantize_expand<<<blocks_for(rows * columns / 16, kQuantizeThreads), kQuantizeThreads, 0, queue>>>(
         rows, static_cast<int>(columns / 16), count, from, scale, to);
   };
@@ -239,15 +242,17 @@ Status run(Stream stream, const char* name, Scratch* scratch, const ExpertFfn& o
   const auto call = [&](auto shape) {
     return run<decltype(shape), kKind>(stream, name, scratch, op, x, experts, first, gate_up, down, f);
   };
-  return mean <= SmallTile::kRows ? call(SmallTile{}) : mean <= MediumTile::kRows ? call(MediumTile{}) : call(LargeTile{});
+  return mean <= SmallTile::kRows    ? call(SmallTile{})
+         : mean <= MediumTile::kRows ? call(MediumTile{})
+                                     : call(LargeTile{});
 }
 
 }  // namespace
 
 Status expert_ffn(Stream stream, Scratch* scratch, ExpertFfn op, const uint16_t* x, const int32_t* experts,
                   const int32_t* first, const uint16_t* w13, const uint16_t* w2, uint16_t* f) {
-  return run<Kind::kBf16>(stream, "expert_ffn", scratch, op, x, experts, first, {{w13, nullptr}, {}}, {{w2, nullptr}, {}},
-                          f);
+  return run<Kind::kBf16>(stream, "expert_ffn", scratch, op, x, experts, first, {{w13, nullptr}, {}},
+                          {{w2, nullptr}, {}}, f);
 }
 
 Status expert_ffn_nvfp4(Stream stream, Scratch* scratch, ExpertFfn op, const uint16_t* x, const int32_t* experts,

@@ -64,8 +64,8 @@ Status gemm_w4a16(Stream, GemmShape s, const uint16_t* x, Nvfp4 w, const float* 
   return {};
 }
 
-Status gemm_w4a4(Stream, Scratch*, GemmShape s, Nvfp4 x, Nvfp4 w, const float* weight_scale_2,
-                 const float* input_scale, void* y) {
+Status gemm_w4a4(Stream, Scratch*, GemmShape s, Nvfp4 x, Nvfp4 w, const float* weight_scale_2, const float* input_scale,
+                 void* y) {
   run(s, x, W4A4Weights{w, *weight_scale_2 * *input_scale}, y);
   return {};
 }

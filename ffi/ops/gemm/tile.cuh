@@ -12,7 +12,7 @@ namespace muse {
 enum class Kind {
   kBf16,   // bf16 weights
   kW4A16,  // NVFP4 weights, expanded to bf16
-  kW4A4    // the same, and x holds expanded codes too: a block's sum is then its exact term, and terms are added in fp32
+  kW4A4  // the same, and x holds expanded codes too: a block's sum is then its exact term, and terms are added in fp32
 };
 
 constexpr int kTileStep = 64;
@@ -26,7 +26,8 @@ struct TileShape {
   static constexpr int kRowTiles = kWarpRows / 16, kColumnTiles = kWarpColumns / 8;
   static constexpr int kStageBytes = (kRows + kColumns) * kTileRowBytes;
   static constexpr int kWaiting = kRowTiles * kColumnTiles;  // float4s per thread and level
-  static constexpr int kSharedBytes = kStages * kStageBytes + 2 * kWaiting * 16 * kThreads;
+  static constexpr int kStagesBytes = kStages * kStageBytes;
+  static constexpr int kSharedBytes = kStagesBytes + 2 * kWaiting * 16 * kThreads;
 };
 
 using LargeTile = TileShape<128, 128, 64, 32, 3>;
@@ -47,7 +48,8 @@ namespace tile_detail {
 template <typename Shape>
 __device__ __forceinline__ uint32_t part_offset(int i) {
   static_assert(Shape::kThreads % (8 * kTileChunks) == 0, "the swizzle repeats every eight rows");
-  return tile_offset(threadIdx.x / kTileChunks, threadIdx.x % kTileChunks) + i * Shape::kThreads / kTileChunks * kTileRowBytes;
+  return tile_offset(threadIdx.x / kTileChunks, threadIdx.x % kTileChunks) +
+         i * Shape::kThreads / kTileChunks * kTileRowBytes;
 }
 
 // Bytes from the start of a bf16 matrix to a 16-byte chunk of stage k of a row; some valid place for a row outside.
@@ -83,8 +85,7 @@ struct WeightLoader {
         codes[i] = row[i] >= 0 ? __ldg(reinterpret_cast<const uint2*>(values) + block) : uint2{0, 0};
         scale[i] = row[i] >= 0 ? __ldg(w.scales + block) : 0u;
       } else {
-        copy_async16(tile + part_offset<Shape>(i),
-                     values + operand_offset(row[i], inner, k, part), row[i] >= 0);
+        copy_async16(tile + part_offset<Shape>(i), values + operand_offset(row[i], inner, k, part), row[i] >= 0);
       }
     }
   }
@@ -113,14 +114,14 @@ struct Fold {
   // After segment 7 acc is the result.
   __device__ __forceinline__ void end_segment(int segment, TileSums<Shape>& acc) {
     if (segment % 2 == 0) {
-      for_each([&](int, float(&a)[4], float(&e)[4]) { e[0] = a[0], e[1] = a[1], e[2] = a[2], e[3] = a[3]; }, acc);
+      for_each([&](int, float (&a)[4], float (&e)[4]) { e[0] = a[0], e[1] = a[1], e[2] = a[2], e[3] = a[3]; }, acc);
     } else if (segment % 4 == 1) {
-      for_each([&](int i, float(&a)[4], float(&e)[4]) { level(0, i) = pair(a, e); }, acc);
+      for_each([&](int i, float (&a)[4], float (&e)[4]) { level(0, i) = pair(a, e); }, acc);
     } else if (segment == 3) {
-      for_each([&](int i, float(&a)[4], float(&e)[4]) { level(1, i) = add(level(0, i), pair(a, e)); }, acc);
+      for_each([&](int i, float (&a)[4], float (&e)[4]) { level(1, i) = add(level(0, i), pair(a, e)); }, acc);
     } else {
       for_each(
-          [&](int i, float(&a)[4], float(&e)[4]) {
+          [&](int i, float (&a)[4], float (&e)[4]) {
             const float4 sum = add(level(1, i), add(level(0, i), pair(a, e)));
             a[0] = sum.x, a[1] = sum.y, a[2] = sum.z, a[3] = sum.w;
           },
@@ -149,11 +150,14 @@ struct Fold {
 
 }  // namespace tile_detail
 
-// acc = the tile's tree8 sums. x_row(r) gives the row of x that row r of the tile takes, w_row(c) the row of the weights
-// that column c takes, both negative outside. `shared` has Shape::kSharedBytes. All threads take part.
-template <typename Shape, Kind kKind, typename XRow, typename WRow>
+// acc = the tile's tree8 sums, or with kSegmentCount = 1 the sums of one segment, which then is a multiple of kTileStep
+// long and begins at that many steps. x_row(r) gives the row of x that row r of the tile takes, w_row(c) the row of the
+// weights that column c takes, both negative outside. `shared` has Shape::kSharedBytes (kStagesBytes for one segment).
+// All threads take part.
+template <typename Shape, Kind kKind, int kSegmentCount = 8, typename XRow, typename WRow>
 __device__ __forceinline__ void multiply_tile(unsigned char* shared, int inner, const uint16_t* x, XRow x_row,
-                                              TileWeights w, WRow w_row, TileSums<Shape>& acc) {
+                                              TileWeights w, WRow w_row, TileSums<Shape>& acc, int first_step = 0) {
+  static_assert(kSegmentCount == 8 || kSegmentCount == 1);
   constexpr int kParts = Shape::kRows * kTileChunks / Shape::kThreads;
   constexpr int kColumnsAt = Shape::kRows * kTileRowBytes;  // B after A in every stage
   static_assert(kParts * Shape::kThreads == Shape::kRows * kTileChunks, "the threads share the copies evenly");
@@ -165,7 +169,8 @@ __device__ __forceinline__ void multiply_tile(unsigned char* shared, int inner, 
   for (int i = 0; i < kParts; ++i) row[i] = x_row((threadIdx.x + i * Shape::kThreads) / kTileChunks);
   tile_detail::WeightLoader<Shape, kKind> weights;
   weights.begin(w_row);
-  const auto fetch = [&](int k, int stage) {
+  const auto fetch = [&](int step, int stage) {
+    const int k = first_step + step;
     const uint32_t tile = base + stage * Shape::kStageBytes;
 #pragma unroll
     for (int i = 0; i < kParts; ++i)
@@ -181,9 +186,9 @@ __device__ __forceinline__ void multiply_tile(unsigned char* shared, int inner, 
   const uint32_t a_at = tile_offset(a_row, lane >> 4), b_at = kColumnsAt + tile_offset(b_row, (lane >> 3) & 1);
 
   tile_detail::Fold<Shape> fold;
-  fold.levels = reinterpret_cast<float4*>(shared + Shape::kStages * Shape::kStageBytes) + threadIdx.x;
+  fold.levels = reinterpret_cast<float4*>(shared + Shape::kStagesBytes) + threadIdx.x;
 
-  const int steps = inner / kTileStep, blocks_per_segment = inner / 128;
+  const int blocks_per_segment = inner / 128, steps = kSegmentCount * blocks_per_segment * 16 / kTileStep;
   for (int k = 0; k < Shape::kStages - 1; ++k) {
     if (k < steps) {
       fetch(k, k);
@@ -195,7 +200,7 @@ __device__ __forceinline__ void multiply_tile(unsigned char* shared, int inner, 
   // Stages and segments end independently of each other; both are multiples of a block of 16.
   int step = -1, stage = Shape::kStages - 1, block = kTileStep / 16 - 1;
 #pragma unroll 1
-  for (int segment = 0; segment < 8; ++segment) {
+  for (int segment = 0; segment < kSegmentCount; ++segment) {
 #pragma unroll
     for (int i = 0; i < Shape::kRowTiles; ++i)
 #pragma unroll
@@ -240,12 +245,12 @@ __device__ __forceinline__ void multiply_tile(unsigned char* shared, int inner, 
           }
         }
     }
-    fold.end_segment(segment, acc);
+    if constexpr (kSegmentCount > 1) fold.end_segment(segment, acc);
   }
 }
 
-// This thread's results are at rows tile_row + 16 i + 8 h and columns tile_column + 8 j and the next: acc[i][j][2 h] and
-// acc[i][j][2 h + 1].
+// This thread's results are at rows tile_row + 16 i + 8 h and columns tile_column + 8 j and the next: acc[i][j][2 h]
+// and acc[i][j][2 h + 1].
 template <typename Shape>
 __device__ __forceinline__ int tile_row() {
   return threadIdx.x / 32 / Shape::kWarpsAcross * Shape::kWarpRows + threadIdx.x % 32 / 4;

@@ -1,7 +1,6 @@
-#include "ffi/ops/head/head.h"
-
 #include "ffi/numerics/reduce.cuh"
 #include "ffi/ops/gemm/gemm.h"
+#include "ffi/ops/head/head.h"
 #include "ffi/ops/head/row.h"
 #include "ffi/ops/launch.cuh"
 
@@ -45,7 +44,8 @@ Status head(Stream stream, Head op, const uint16_t* h, const uint16_t* w, float*
 Status log_prob(Stream stream, int64_t rows, int64_t vocabulary, const float* logits, const int32_t* token,
                 float* result) {
   if (rows == 0) return {};
-  log_prob_kernel<<<static_cast<unsigned>(rows), kRowThreads, 0, cuda_stream(stream)>>>(vocabulary, logits, token, result);
+  log_prob_kernel<<<static_cast<unsigned>(rows), kRowThreads, 0, cuda_stream(stream)>>>(vocabulary, logits, token,
+                                                                                        result);
   return launched("log_prob");
 }
 

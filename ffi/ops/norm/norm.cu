@@ -1,7 +1,6 @@
-#include "ffi/ops/norm/norm.h"
-
 #include "ffi/numerics/reduce.cuh"
 #include "ffi/ops/launch.cuh"
+#include "ffi/ops/norm/norm.h"
 #include "ffi/ops/norm/row.h"
 
 namespace muse {
@@ -18,7 +17,8 @@ __device__ __forceinline__ float load(const void* x, int64_t at) {
 
 // One block per row.
 template <Input kInput, bool kScaleFirst>
-__global__ void __launch_bounds__(kRowThreads) norm_kernel(RmsNorm op, const void* x, const uint16_t* gain, uint16_t* y) {
+__global__ void __launch_bounds__(kRowThreads)
+    norm_kernel(RmsNorm op, const void* x, const uint16_t* gain, uint16_t* y) {
   __shared__ float shared[4];
   const int64_t n = op.columns, row = blockIdx.x * n, segment = n / kSegments;
   const auto g = [&](int64_t i) { return from_bf16(op.centred ? effective_gain(gain[i]) : gain[i]); };

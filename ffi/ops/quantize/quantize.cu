@@ -1,6 +1,5 @@
-#include "ffi/ops/quantize/quantize.h"
-
 #include "ffi/ops/launch.cuh"
+#include "ffi/ops/quantize/quantize.h"
 #include "ffi/ops/quantize/row.h"
 
 namespace muse {
@@ -10,7 +9,8 @@ constexpr int kThreads = 128;
 constexpr int kLargestThreads = 256, kLargestPerThread = 32;  // elements of a tensor that one thread looks at
 
 __device__ __forceinline__ void load_block(const uint16_t* x, int64_t block, uint16_t (&values)[16]) {
-  const uint4 words[2] = {reinterpret_cast<const uint4*>(x)[2 * block], reinterpret_cast<const uint4*>(x)[2 * block + 1]};
+  const uint4 words[2] = {reinterpret_cast<const uint4*>(x)[2 * block],
+                          reinterpret_cast<const uint4*>(x)[2 * block + 1]};
   memcpy(values, words, sizeof(words));
 }
 

@@ -1,6 +1,5 @@
-#include "ffi/ops/residual/residual.h"
-
 #include "ffi/ops/launch.cuh"
+#include "ffi/ops/residual/residual.h"
 #include "ffi/ops/residual/row.h"
 
 namespace muse {
@@ -32,8 +31,8 @@ Status gate_coefficients(Stream stream, int64_t columns, float temperature, cons
 Status residual(Stream stream, int64_t rows, int64_t columns, const float* s, const uint16_t* n, const float* alpha,
                 const float* beta, float* out) {
   if (rows * columns == 0) return {};
-  residual_kernel<<<blocks_for(rows * columns, kThreads), kThreads, 0, cuda_stream(stream)>>>(rows * columns, columns, s,
-                                                                                              n, alpha, beta, out);
+  residual_kernel<<<blocks_for(rows * columns, kThreads), kThreads, 0, cuda_stream(stream)>>>(rows * columns, columns,
+                                                                                              s, n, alpha, beta, out);
   return launched("residual");
 }
 

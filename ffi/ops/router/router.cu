@@ -1,7 +1,6 @@
-#include "ffi/ops/router/router.h"
-
 #include "ffi/numerics/reduce.cuh"
 #include "ffi/ops/launch.cuh"
+#include "ffi/ops/router/router.h"
 
 namespace muse {
 namespace {
@@ -20,7 +19,8 @@ __global__ void __launch_bounds__(kRowThreads)
   const float* y[kExperts];
   // Past the edge the last row or expert is computed again.
 #pragma unroll
-  for (int t = 0; t < kRows; ++t) x[t] = h + (first_row + t < op.rows ? first_row + t : op.rows - 1) * op.hidden + begin;
+  for (int t = 0; t < kRows; ++t)
+    x[t] = h + (first_row + t < op.rows ? first_row + t : op.rows - 1) * op.hidden + begin;
 #pragma unroll
   for (int e = 0; e < kExperts; ++e)
     y[e] = w + (first_expert + e < op.experts ? first_expert + e : op.experts - 1) * op.hidden + begin;
@@ -123,8 +123,8 @@ Status router(Stream stream, Router op, const uint16_t* h, const float* w, const
     launch_logits<2, 4>(stream, op, h, w, logits);
   else
     launch_logits<8, 8>(stream, op, h, w, logits);
-  choose_kernel<<<blocks_for(op.rows, kChoiceWarps), 32 * kChoiceWarps, bytes, cuda_stream(stream)>>>(
-      op, bias, logits, experts, weights);
+  choose_kernel<<<blocks_for(op.rows, kChoiceWarps), 32 * kChoiceWarps, bytes, cuda_stream(stream)>>>(op, bias, logits,
+                                                                                                      experts, weights);
   return launched(name);
 }
 
