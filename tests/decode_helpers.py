@@ -101,6 +101,10 @@ class Model:
         taps = _reference(self.config, self.mesh).taps(self.params, np.asarray(tokens, np.int32))
         return {name: np.asarray(a) for name, a in taps.items()}
 
+    def reference_arrays(self, tokens) -> dict[str, jax.Array]:
+        """The same on the devices, as `prefill_whole` wants it."""
+        return _reference(self.config, self.mesh).taps(self.params, tokens)
+
     def changed(self, **arrays: np.ndarray) -> Model:
         """The same model with other parameters (dots in their names written as two underscores)."""
         params = dict(self.params)
@@ -216,6 +220,7 @@ def decode_all(model: Model, sequences, prompt_lengths, chunk: int, capacity: in
 def cached(model: Model, state: DecodeState, sequence: int = 0) -> dict[str, tuple[int, np.ndarray]]:
     """Per layer's k and v: (first position, values [positions, kv heads, 64]) of what a next token may see."""
     length, window = int(state.lengths[sequence]), model.config.sliding_window
+    heads = model.config.num_key_value_heads
     index, out = {FULL: 0, SLIDING: 0}, {}
     for i, kind in enumerate(model.config.layer_types):
         first = 0 if kind == FULL else max(0, length - window + 1)
@@ -223,7 +228,7 @@ def cached(model: Model, state: DecodeState, sequence: int = 0) -> dict[str, tup
         for name in KV:
             cache = np.asarray(getattr(state, f"{name}_full" if kind == FULL else f"{name}_ring"))
             own = cache[:, index[kind], sequence][:, :, slots]  # [8, kv/8, positions, 64]
-            out[f"layers.{i}.{name}"] = first, own.reshape(-1, *own.shape[2:]).swapaxes(0, 1)
+            out[f"layers.{i}.{name}"] = first, own.reshape(heads, len(slots), 64).swapaxes(0, 1)
         index[kind] += 1
     return out
 

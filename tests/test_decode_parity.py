@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -27,7 +29,7 @@ from muse_jax.decode import chain_rows, next_rows, prefill, prefill_whole, run_h
 from muse_jax.mesh import make_mesh
 from muse_jax.weights.repack import repack
 
-SEEDS = range(22)
+SEEDS = range(20)
 
 
 @pytest.fixture(scope="module")
@@ -59,8 +61,8 @@ def test_random_models(seed):
     # Every fifth model is given as masters, which repack, reference and oracle quantise each for itself.
     model = make_model(config, seed, devices=(8, 1, 8, 2, 8, 4)[seed % 6], quantized=seed % 5 != 0)
     batch = int(rng.integers(1, 5))
-    prompts = rng.integers(1, 24, batch)
-    sequences = texts(model, seed, *(prompts + rng.integers(0, 9, batch)))
+    prompts = rng.integers(1, 17, batch)
+    sequences = texts(model, seed, *(prompts + rng.integers(0, 6, batch)))
     got, state = decode_all(model, sequences, prompts, chunk=int(rng.choice([1, 3, 7, 16, 33, 64])))
 
     padded = np.zeros((batch, max(map(len, sequences))), np.int32)
@@ -151,9 +153,7 @@ def test_fewer_devices(everything_on_8, devices):
     assert_values(got, everything_on_8)
 
 
-@pytest.mark.parametrize(
-    "order", [[7, 6, 5, 4, 3, 2, 1, 0], [3, 7, 0, 5, 1, 6, 2, 4], [6, 1, 4, 3], [5, 2]], ids=str
-)
+@pytest.mark.parametrize("order", [[7, 6, 5, 4, 3, 2, 1, 0], [3, 7, 0, 5, 1, 6, 2, 4], [6, 1, 4, 3], [5, 2]], ids=str)
 def test_devices_in_another_order(everything_on_8, order):
     """Which device holds which ranks is the mesh's business alone."""
     devices = jax.devices()
@@ -194,8 +194,7 @@ def test_whole_prefill(model, lengths):
     """Through the reference, beyond the ring and short of it: the same caches, logits and next step."""
     prompts = [s.tolist() for s in texts(model, 10, *lengths)]
     output, state = prefill(model.weights, model.state(3), prompts)
-    taps = model.reference
-    whole, whole_state = prefill_whole(model.config, model.state(3), prompts, lambda t: jax.tree.map(jnp.asarray, taps(t)))
+    whole, whole_state = prefill_whole(model.config, model.state(3), prompts, model.reference_arrays)
     for name in ("logits", "token", "nan"):
         same(getattr(whole, name), getattr(output, name))
     assert whole_state.lengths.tolist() == list(lengths)
@@ -218,7 +217,7 @@ def test_layer_ranges(model, cuts):
     @jax.jit
     def in_ranges(weights, state, rows):
         stream, taps = None, []
-        for begin, end in zip(cuts, cuts[1:], strict=False):
+        for begin, end in itertools.pairwise(cuts):
             stream, state, part = run_layers(weights, state, rows, layers=(begin, end), stream=stream, taps=True)
             taps.append(part)
         joined = jax.tree.map(lambda *parts: jnp.concatenate(parts), *[t for t in taps if t.experts.shape[0]])

@@ -39,7 +39,7 @@ class CallScratch final : public Scratch {
   }
 
  private:
-  static constexpr size_t kAlignment = 64;  // the most that XLA grants
+  static constexpr size_t kAlignment = 16;  // the most that XLA grants
   ffi::ScratchAllocator allocator_;
 };
 #else

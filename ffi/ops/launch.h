@@ -17,7 +17,7 @@ struct Status {
 // Device memory that lives until the kernels of one call have run. Ops on the CPU use the heap and take null.
 class Scratch {
  public:
-  virtual void* allocate(int64_t bytes) = 0;  // 64-byte aligned; null where there is none left
+  virtual void* allocate(int64_t bytes) = 0;  // 16-byte aligned; null where there is none left
 
  protected:
   ~Scratch() = default;

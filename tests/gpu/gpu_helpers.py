@@ -41,8 +41,9 @@ def random_config(rng) -> MuseSparkConfig:
     full = rng.integers(0, 2, layers).astype(bool)
     rope = rng.integers(0, 2, layers).astype(bool)
     return MuseSparkConfig.tiny().replace(
-        num_hidden_layers=layers, vocab_size=int(rng.integers(8, 40)) * 8, bos_token_id=0, eos_token_ids=(), pad_token_id=None,
-        hidden_size=128 * int(rng.integers(1, 4)), num_key_value_heads=kv, num_attention_heads=kv * int(rng.choice([1, 2, 3, 8])),
+        num_hidden_layers=layers, vocab_size=int(rng.integers(8, 40)) * 8, bos_token_id=0, eos_token_ids=(),
+        pad_token_id=None, hidden_size=128 * int(rng.integers(1, 4)),
+        num_key_value_heads=kv, num_attention_heads=kv * int(rng.choice([1, 2, 3, 8])),
         moe_hidden_size=128 * int(rng.integers(1, 4)), moe_intermediate_size=128 * int(rng.integers(1, 4)),
         num_local_experts=experts, num_experts_per_tok=int(rng.integers(1, 9)), sliding_window=int(rng.integers(1, 41)),
         layer_types=tuple("full_attention" if f else "sliding_attention" for f in full),

@@ -138,7 +138,7 @@ def test_silent_rank_is_reported(gpus):
     stream, state, _ = decode.run_layers(gpu.weights, state, rows, silent_rank=5, wait_limit=0.5)
     jax.block_until_ready(stream)
     assert time.monotonic() - begin < 30
-    with pytest.raises(RuntimeError, match=r"rank 0 waited in layer 0, [\w ]+, for rank 5"):
+    with pytest.raises(RuntimeError, match=r"rank \d waited in layer 0, [\w -]+, for rank 5"):
         gpu.weights.communicator.check()
     with pytest.raises(Exception, match="an earlier step failed"):
         jax.block_until_ready(gpu.prefill(gpu.init_state(capacity=64), [1, 2, 3]))
@@ -158,8 +158,7 @@ def test_bad_rows_are_reported(gpus):
 
 @pytest.mark.parametrize("flags", ["", "--xla_gpu_enable_command_buffer=+WHILE --xla_gpu_graph_min_graph_size=1"])
 def test_whole_loop_as_a_graph(gpus, flags):
-    """generate's while_loop in a process of its own, without and with CUDA graphs over the loop: same text, and the graph's
-    loop does not return to the host, so it is faster per step."""
+    """generate's while_loop in a process of its own, without and with CUDA graphs over the loop: the same text."""
     script = Path(__file__).with_name("loop_script.py")
     environment = os.environ | {"XLA_FLAGS": flags}
     done = subprocess.run(

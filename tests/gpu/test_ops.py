@@ -214,7 +214,7 @@ def expert_case(rng, t, k, model, intermediate, local, total):
     return x, experts, np.int32((total - local) // 2)
 
 
-# tokens, slots, M, I, local experts, experts: all three tiles, none of the tokens here, one expert for all, real widths.
+# tokens, slots, M, I, local experts, experts: all three tiles, hardly a token here, one expert for all.
 EXPERTS = [
     (1, 1, 128, 128, 1, 1), (5, 2, 128, 256, 4, 8), (31, 4, 256, 128, 16, 16), (90, 2, 384, 128, 8, 8),
     (200, 3, 256, 640, 4, 8), (50, 2, 128, 128, 1, 200), (400, 1, 128, 384, 1, 1),

@@ -55,10 +55,13 @@ __device__ __forceinline__ void give_up(const Place& place, ReportCode code, Pha
   __threadfence_system();
 }
 
+// Blocks at their rank's barrier give those who wait for another rank time to report first: they know whom.
+constexpr uint64_t kBarrierGrace = 250'000'000;  // ns
+
 // Looked at now and then by whoever spins.
-__device__ __forceinline__ bool should_leave(const Place& place, Phase phase, uint32_t source) {
+__device__ __forceinline__ bool should_leave(const Place& place, Phase phase, uint32_t source, uint64_t grace = 0) {
   if (load_relaxed(&place.control->abort)) return true;
-  if (now() < place.deadline) return false;
+  if (now() < place.deadline + grace) return false;
   give_up(place, kTimedOut, phase, source);
   return true;
 }
@@ -83,7 +86,7 @@ __device__ __forceinline__ bool rank_barrier(Place& place, Phase phase, bool ali
     atomicAdd(&place.control->barrier, 1u);
     const uint32_t target = place.barriers * place.size;
     for (uint32_t spins = 1; alive && load_acquire(&place.control->barrier) < target; ++spins)
-      if (spins % 256 == 0 && should_leave(place, phase, place.rank)) alive = false;
+      if (spins % 256 == 0 && should_leave(place, phase, place.rank, kBarrierGrace)) alive = false;
     __threadfence();
   }
   return __syncthreads_and(alive);

@@ -1,7 +1,5 @@
 #include <cooperative_groups.h>
 
-#include <cstdlib>
-
 #include "ffi/numerics/reduce.h"
 #include "ffi/ops/gemm/gemm.h"
 #include "ffi/ops/gemm/tile.cuh"
@@ -120,15 +118,18 @@ __global__ void __cluster_dims__(kSegments, 1, 1) __launch_bounds__(Shape::kThre
 template <typename Shape, Kind kKind>
 Status launch(Stream stream, const char* op, const GemmShape& s, const uint16_t* x, TileWeights w, ResultScale scale,
               void* y) {
-  // Few tiles, and segments of whole stages: spread the segments.
-  const int64_t tiles = divide_up(s.rows, Shape::kRows) * divide_up(s.columns, Shape::kColumns);
-  static const bool large = getenv("MUSE_SPLIT") != nullptr;
-  const bool split = (large || Shape::kRows < LargeTile::kRows) && s.inner % (kSegments * kTileStep) == 0;
-  const auto kernel = split ? split_kernel<Shape, kKind> : gemm_kernel<Shape, kKind>;
-  const int bytes = split ? Shape::kStagesBytes : Shape::kSharedBytes;
+  int64_t blocks = divide_up(s.rows, Shape::kRows) * divide_up(s.columns, Shape::kColumns);
+  auto kernel = gemm_kernel<Shape, kKind>;
+  int bytes = Shape::kSharedBytes;
+  // The smaller tiles serve shapes with few of them: where segments are whole stages, spread the segments.
+  if constexpr (Shape::kRows < LargeTile::kRows)
+    if (s.inner % (kSegments * kTileStep) == 0) {
+      blocks *= kSegments;
+      kernel = split_kernel<Shape, kKind>;
+      bytes = Shape::kStagesBytes;
+    }
   if (const Status status = allow_shared(op, kernel, bytes); !status.ok()) return status;
-  kernel<<<static_cast<unsigned>(split ? tiles * kSegments : tiles), Shape::kThreads, bytes, cuda_stream(stream)>>>(
-      s, x, w, scale, y);
+  kernel<<<static_cast<unsigned>(blocks), Shape::kThreads, bytes, cuda_stream(stream)>>>(s, x, w, scale, y);
   return launched(op);
 }
 
@@ -136,8 +137,7 @@ template <Kind kKind>
 Status run(Stream stream, const char* op, const GemmShape& s, const uint16_t* x, TileWeights w, ResultScale scale,
            void* y) {
   if (s.rows == 0 || s.columns == 0) return {};
-  static const int64_t kProcessors =
-      getenv("MUSE_TILES") ? atoi(getenv("MUSE_TILES")) : 128;  // about as many large tiles keep the device busy
+  constexpr int64_t kProcessors = 128;  // about as many large tiles keep the device busy
   if (s.rows <= SmallTile::kRows) return launch<SmallTile, kKind>(stream, op, s, x, w, scale, y);
   if (divide_up(s.rows, LargeTile::kRows) * divide_up(s.columns, LargeTile::kColumns) < kProcessors)
     return launch<MediumTile, kKind>(stream, op, s, x, w, scale, y);
