@@ -174,7 +174,7 @@ def test_fsum16_is_what_the_h200_computed(name, kind):
 def test_fsum16_rules_without_a_recording():
     one, minus_zero = np.full(16, 0x3F80, np.uint16), np.full(16, 0x8000, np.uint16)
     negative = np.uint32(0x80000000)
-    assert fsum16.fsum16(negative, minus_zero, one) == negative
+    assert fsum16.fsum16(negative, minus_zero, one) == 0  # seen on an H200 in tests/gpu/test_numerics.py
     assert fsum16.fsum16(np.uint32(0), minus_zero, one) == 0
     assert fsum16.fsum16(negative, minus_zero, -one.view(bfloat16)) == 0
     a = random_bf16(np.random.default_rng(5), 3, 1, 16)

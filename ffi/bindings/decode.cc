@@ -65,8 +65,8 @@ Status run_layers(const std::vector<LayersMember*>& members) {
 }
 
 ffi::Future layers_impl(ffi::RunId run, ffi::RemainingArgs args, ffi::RemainingRets rets, ffi::Span<const int64_t> dims,
-                        ffi::Span<const float> scalars, ffi::Span<const int32_t> layer_kinds, bool taps,
-                        int64_t, int64_t silent_rank, float wait_limit) {
+                        ffi::Span<const float> scalars, ffi::Span<const int32_t> layer_kinds, bool taps, int64_t,
+                        int64_t silent_rank, float wait_limit) {
   try {
     Check check("decode_layers");
     auto member = std::make_shared<LayersMember>();

@@ -1,5 +1,5 @@
-// Operands, results and attributes of the layers call, checked and turned into pointers: shared by the CPU handler (whose
-// ranks are an operand it can read) and the CUDA handler (whose ranks the communicator knows).
+// Operands, results and attributes of the layers call, checked and turned into pointers: shared by the CPU handler
+// (whose ranks are an operand it can read) and the CUDA handler (whose ranks the communicator knows).
 #pragma once
 
 #include "ffi/bindings/handler.h"

@@ -43,8 +43,8 @@ void complete_all(const std::vector<GangMember>& members, const Status& status);
 // member, complete all members of the gang with an error.
 std::vector<GangMember> join_gang(const char* what, const GangKey& key, GangMember member, double limit_seconds);
 
-// Ends a run whose step failed: a device that has seen the error makes no further calls, so every gang of the run, now or
-// later, gets this status instead of waiting for it.
+// Ends a run whose step failed: a device that has seen the error makes no further calls, so every gang of the run, now
+// or later, gets this status instead of waiting for it.
 void fail_run(int64_t run_id, const Status& status);
 
 // FNV-1a over 64-bit words, for GangKey::digest.

@@ -1,9 +1,9 @@
-// The symmetric workspace of one rank: its own scratch, and the slots into which the other ranks store. Every rank's has
-// the same layout, so an offset and a base pointer address any rank's.
+// The symmetric workspace of one rank: its own scratch, and the slots into which the other ranks store. Every rank's
+// has the same layout, so an offset and a base pointer address any rank's.
 //
-// Slots hold 64-bit words: 32 bits of data and the 32-bit epoch of the exchange, stored together, so the data is its own
-// flag: no separate flag, no fence, no reset. A slot is written again one layer later at the earliest; by then its reader
-// has passed a barrier of its rank that lies behind an exchange with every other rank.
+// Slots hold 64-bit words: 32 bits of data and the 32-bit epoch of the exchange, stored together, so the data is its
+// own flag: no separate flag, no fence, no reset. A slot is written again one layer later at the earliest; by then its
+// reader has passed a barrier of its rank that lies behind an exchange with every other rank.
 #pragma once
 
 #include "ffi/decode/plan.h"
@@ -11,9 +11,10 @@
 namespace muse {
 
 constexpr int64_t kMaxPairs = int64_t{kMaxRows} * kMaxTopK;
-constexpr int64_t kBlockWords = 8;  // slot words of a 16-wide block of an expert's hidden row: 16 bf16, or 16 codes and a scale
+constexpr int64_t kBlockWords =
+    8;  // slot words of a 16-wide block of an expert's hidden row: 16 bf16, or 16 codes and a scale
 
-constexpr int64_t kBestWords = 2;   // a rank's best logit of a row and its token id
+constexpr int64_t kBestWords = 2;  // a rank's best logit of a row and its token id
 
 // One per rank, at the start of its workspace. `barrier` is cleared before every launch.
 struct Control {

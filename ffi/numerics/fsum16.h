@@ -42,7 +42,7 @@ MUSE_FN int64_t scale_truncated(int64_t significand, int shift) {
   return significand < 0 ? -scaled : scaled;
 }
 
-// sum * 2^unit as fp32, truncated toward zero; what truncates to zero is +0 whatever its sign (measured on an H200).
+// sum * 2^unit as fp32, truncated toward zero; a zero is always +0 (measured on an H200).
 MUSE_FN float truncate_to_fp32(int64_t sum, int unit) {
   uint64_t magnitude = static_cast<uint64_t>(sum < 0 ? -sum : sum);
   const uint32_t sign = sum < 0 ? 0x80000000u : 0u;
@@ -65,7 +65,7 @@ MUSE_FN float fsum16(float acc, const uint16_t* a, const uint16_t* b, Operand ki
   using namespace fsum16_detail;
   const int product_bits = kind == Operand::kBf16 ? 14 : 20;
   const Term c = decode32(acc);
-  bool nan = c.nan, plus = c.infinite && !c.negative, minus = c.infinite && c.negative, all_minus_zero = c.negative;
+  bool nan = c.nan, plus = c.infinite && !c.negative, minus = c.infinite && c.negative;
   int largest = c.significand != 0 ? c.exponent : -100000;
   int64_t product[16];
   int exponent[16];
@@ -75,20 +75,16 @@ MUSE_FN float fsum16(float acc, const uint16_t* a, const uint16_t* b, Operand ki
     nan = nan || x.nan || y.nan || (x.infinite && y.significand == 0) || (y.infinite && x.significand == 0);
     plus = plus || (infinite && !negative);
     minus = minus || (infinite && negative);
-    all_minus_zero = all_minus_zero && negative;
     product[i] = x.significand * y.significand;
     exponent[i] = x.exponent + y.exponent;
     if (product[i] != 0 && exponent[i] > largest) largest = exponent[i];
   }
   if (nan || (plus && minus)) return bit_cast<float>(kNan32);
   if (plus || minus) return bit_cast<float>(plus ? 0x7F800000u : 0xFF800000u);
+  if (largest == -100000) return 0.0f;  // nothing but zeros
   int64_t sum = scale_truncated(c.significand, c.exponent - 23 - (largest - 25));
-  bool any = c.significand != 0;
-  for (int i = 0; i < 16; ++i) {
-    any = any || product[i] != 0;
+  for (int i = 0; i < 16; ++i)
     if (product[i] != 0) sum += scale_truncated(product[i], exponent[i] - product_bits - (largest - 25));
-  }
-  if (sum == 0) return bit_cast<float>(!any && all_minus_zero ? 0x80000000u : 0u);
   return truncate_to_fp32(sum, largest - 25);
 }
 

@@ -74,7 +74,7 @@ def _step(acc: NDArray[np.float32], a: Operand, b: Operand, kind: str) -> NDArra
     total = term.sum(axis=0, dtype=np.int64) + np.where(acc_bits >> 31, -acc_term, acc_term)
 
     # Rule 3: truncate to 24 bits, or to 2**-149. The cast makes 2**128 and above infinite and is exact otherwise.
-    # What truncates to nothing is +0, whatever the sign of the sum.
+    # A zero is +0, whatever the signs of the terms.
     magnitude, unit = np.abs(total), e - 25
     length = np.frexp(magnitude.astype(np.float64))[1]
     drop = np.maximum(np.maximum(length - 24, -149 - unit), 0)
@@ -82,11 +82,7 @@ def _step(acc: NDArray[np.float32], a: Operand, b: Operand, kind: str) -> NDArra
     value = np.ldexp(kept.astype(np.float64), (unit + drop).astype(np.int32))
     result = np.where((total < 0) & (kept != 0), -value, value).astype(np.float32)
 
-    # Rule 4: signed zeros, then infinities and NaNs by IEEE arithmetic on 0, +-1, inf, NaN (finite sums stay small).
-    minus_zero = acc_bits == 0x80000000
-    if minus_zero.any():
-        minus_zero &= ((a.kind_of * b.kind_of == 0) & (sign < 0)).all(axis=0)
-        result = np.where(minus_zero, np.float32(-0.0), result)
+    # Rule 4: infinities and NaNs by IEEE arithmetic on 0, +-1, inf, NaN (finite sums stay small).
     acc_special = acc_field == 255
     if acc_special.any() or not (np.isfinite(a.kind_of).all() and np.isfinite(b.kind_of).all()):
         special = (a.kind_of * b.kind_of).sum(axis=0) + np.where(acc_special, acc, np.float32(0))

@@ -29,7 +29,8 @@ ffi::Error find_ranks(const char* op, int64_t key, int32_t device, int64_t expec
 
 template <typename Args>
 void fill_places(Args* args, const Communicator& communicator, const std::vector<int32_t>& ranks, float wait_limit) {
-  for (int r = 0; r < kRanks; ++r) args->workspace[r] = communicator.workspace(r), args->report[r] = communicator.report(r);
+  for (int r = 0; r < kRanks; ++r)
+    args->workspace[r] = communicator.workspace(r), args->report[r] = communicator.report(r);
   for (size_t i = 0; i < ranks.size(); ++i) args->local[i] = ranks[i];
   args->local_count = static_cast<int32_t>(ranks.size());
   args->wait_limit_ns = static_cast<uint64_t>(static_cast<double>(wait_limit) * 1e9);
@@ -65,9 +66,10 @@ ffi::Error layers_impl(Stream stream, int32_t device, ffi::RemainingArgs operand
   });
 }
 
-ffi::Error head_impl(Stream stream, int32_t device, S32 ranks_operand, F32 x, Bf16 gain, Bf16 lm_head, S32 sequence, S32 epoch,
-                     ffi::Result<F32> logits, ffi::Result<S32> token, ffi::Result<ffi::Buffer<ffi::PRED>> nan,
-                     int64_t vocab, float eps, float multiplier, float cap, int64_t communicator_key, float wait_limit) {
+ffi::Error head_impl(Stream stream, int32_t device, S32 ranks_operand, F32 x, Bf16 gain, Bf16 lm_head, S32 sequence,
+                     S32 epoch, ffi::Result<F32> logits, ffi::Result<S32> token,
+                     ffi::Result<ffi::Buffer<ffi::PRED>> nan, int64_t vocab, float eps, float multiplier, float cap,
+                     int64_t communicator_key, float wait_limit) {
   return guarded("decode_head", [&]() -> ffi::Error {
     Check check("decode_head");
     HeadShape shape{};

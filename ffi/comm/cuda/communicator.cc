@@ -20,7 +20,8 @@ std::map<int64_t, std::shared_ptr<Communicator>>& registry() {
 }
 
 Status cuda_status(const char* what, cudaError_t error) {
-  return error == cudaSuccess ? Status{} : Status{std::string("communicator: ") + what + ": " + cudaGetErrorString(error)};
+  return error == cudaSuccess ? Status{}
+                              : Status{std::string("communicator: ") + what + ": " + cudaGetErrorString(error)};
 }
 
 // Restores the caller's device.
@@ -34,8 +35,9 @@ class DeviceScope {
 };
 
 const char* phase_name(Phase phase) {
-  constexpr const char* kNames[] = {"embedding", "attention", "o_proj exchange", "branch all-gather", "router exchange",
-                                    "experts", "expert hidden exchange", "combine", "end of step", "head"};
+  constexpr const char* kNames[] = {"embedding",       "attention", "o_proj exchange",        "branch all-gather",
+                                    "router exchange", "experts",   "expert hidden exchange", "combine",
+                                    "end of step",     "head"};
   return kNames[static_cast<uint32_t>(phase)];
 }
 
@@ -89,7 +91,9 @@ Status Communicator::build(const std::array<int, kRanks>& device_of_rank, const 
       e = cudaDeviceEnablePeerAccess(peer, 0);
       if (e == cudaErrorPeerAccessAlreadyEnabled) cudaGetLastError();
       if (e != cudaSuccess && e != cudaErrorPeerAccessAlreadyEnabled)
-        return cuda_status(("device " + std::to_string(device) + " cannot reach the memory of device " + std::to_string(peer)).c_str(), e);
+        return cuda_status(
+            ("device " + std::to_string(device) + " cannot reach the memory of device " + std::to_string(peer)).c_str(),
+            e);
     }
     Status status = prepare_layers(plan, &layers_blocks_[device]);
     if (status.ok()) status = prepare_head(plan.hidden, &head_blocks_[device]);
@@ -100,7 +104,9 @@ Status Communicator::build(const std::array<int, kRanks>& device_of_rank, const 
     if ((e = cudaSetDevice(device_of_rank[rank])) != cudaSuccess) return cuda_status("no such device", e);
     if ((e = cudaMalloc(reinterpret_cast<void**>(&workspace_[rank]), bytes_)) != cudaSuccess)
       return cuda_status(("a rank's workspace of " + std::to_string(bytes_) +
-                          " bytes; leave JAX less memory with XLA_PYTHON_CLIENT_MEM_FRACTION").c_str(), e);
+                          " bytes; leave JAX less memory with XLA_PYTHON_CLIENT_MEM_FRACTION")
+                             .c_str(),
+                         e);
     if ((e = cudaMemset(workspace_[rank], 0, bytes_)) != cudaSuccess) return cuda_status("clearing a workspace", e);
   }
   for (const int device : devices) {
@@ -133,9 +139,13 @@ Status Communicator::connect(const Handles& handles) {
     if (device_of_rank_[rank] >= 0) continue;
     cudaIpcMemHandle_t handle;
     memcpy(&handle, handles[rank].data(), sizeof(handle));
-    const cudaError_t e = cudaIpcOpenMemHandle(reinterpret_cast<void**>(&workspace_[rank]), handle, cudaIpcMemLazyEnablePeerAccess);
+    const cudaError_t e =
+        cudaIpcOpenMemHandle(reinterpret_cast<void**>(&workspace_[rank]), handle, cudaIpcMemLazyEnablePeerAccess);
     if (e != cudaSuccess)
-      return cuda_status(("opening the workspace of rank " + std::to_string(rank) + ", which another process on this host owns").c_str(), e);
+      return cuda_status(
+          ("opening the workspace of rank " + std::to_string(rank) + ", which another process on this host owns")
+              .c_str(),
+          e);
   }
   return {};
 }
@@ -173,7 +183,8 @@ std::string Communicator::failure() const {
       text += ": row " + std::to_string(r.source) +
               " of the step has a token, sequence, position or ancestors out of range, or exceeds the capacity";
     else
-      text += " waited in layer " + std::to_string(r.layer) + ", " + phase_name(r.phase) + ", for rank " + std::to_string(r.source);
+      text += " waited in layer " + std::to_string(r.layer) + ", " + phase_name(r.phase) + ", for rank " +
+              std::to_string(r.source);
   }
   return text;
 }

@@ -1,6 +1,6 @@
 // What eight ranks share on GPUs: symmetric workspaces, peer access, preloaded kernels, reports. Built before the first
-// step, because allocating or loading while a peer spins deadlocks; calls refer to it by a small integer. Ranks may live in
-// several processes of one host: each process allocates its own, exports handles, and opens the others'.
+// step, because allocating or loading while a peer spins deadlocks; calls refer to it by a small integer. Ranks may
+// live in several processes of one host: each process allocates its own, exports handles, and opens the others'.
 #pragma once
 
 #include <array>
@@ -15,8 +15,8 @@ namespace muse {
 
 class Communicator {
  public:
-  // device_of_rank: local device ordinals, -1 for a rank of another process. The plan sizes the workspaces (its step part
-  // is not used).
+  // device_of_rank: local device ordinals, -1 for a rank of another process. The plan sizes the workspaces (its step
+  // part is not used).
   static Status create(const std::array<int, kRanks>& device_of_rank, const Plan& plan, int64_t* key);
   static Status destroy(int64_t key);
   static std::shared_ptr<Communicator> find(int64_t key);  // null: no such communicator
@@ -24,8 +24,8 @@ class Communicator {
   ~Communicator();
 
   using Handles = std::array<std::array<char, 64>, kRanks>;  // cudaIpcMemHandle_t by rank
-  Status export_handles(Handles* handles) const;  // fills the entries of this process's ranks
-  Status connect(const Handles& handles);         // opens the workspaces of the other processes' ranks
+  Status export_handles(Handles* handles) const;             // fills the entries of this process's ranks
+  Status connect(const Handles& handles);                    // opens the workspaces of the other processes' ranks
 
   // Ranks that live on a device, ascending.
   std::vector<int32_t> ranks_of(int device) const;

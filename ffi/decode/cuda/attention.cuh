@@ -1,5 +1,5 @@
-// Attention of one row and one kv head by one block: the row's query heads are the 16 rows of the A operand, eight warps
-// take the 128-position chunks of a 2048-position stretch, and chunk results are added in ascending order.
+// Attention of one row and one kv head by one block: the row's query heads are the 16 rows of the A operand, eight
+// warps take the 128-position chunks of a 2048-position stretch, and chunk results are added in ascending order.
 #pragma once
 
 #include "ffi/decode/cuda/dense.cuh"
@@ -9,8 +9,8 @@
 namespace muse {
 
 constexpr int kChunk = 128, kStretch = 2048, kChunksPerStretch = kStretch / kChunk;
-constexpr int kMaxGroup = 16;              // query heads per kv head
-constexpr int kSumWidth = kHeadDim + 1;    // numerators and the denominator
+constexpr int kMaxGroup = 16;            // query heads per kv head
+constexpr int kSumWidth = kHeadDim + 1;  // numerators and the denominator
 
 struct AttentionShared {
   float chunk[kChunksPerStretch][kMaxGroup][kSumWidth];
@@ -22,9 +22,9 @@ struct AttentionUnit {
   const Plan* plan;
   int64_t layer;
   const DeviceRows* rows;
-  int row;                       // active row
-  const uint16_t *k, *v;         // this sequence's and head's cache: [slots, 64]
-  const uint16_t* q;             // [heads, 64]
+  int row;                // active row
+  const uint16_t *k, *v;  // this sequence's and head's cache: [slots, 64]
+  const uint16_t* q;      // [heads, 64]
   int heads;
 };
 
@@ -65,7 +65,8 @@ __device__ inline void attend_chunk(const AttentionUnit& u, int64_t chunk, const
         const int64_t at = start + 8 * n + 2 * t + (j & 1);
         p[n][j] = at >= first && at <= position ? to_bf16(exp1(score[n][j] * plan.score_scale)) : uint16_t{0};
       }
-    const uint32_t a[4] = {pack(p[0][0], p[0][1]), pack(p[0][2], p[0][3]), pack(p[1][0], p[1][1]), pack(p[1][2], p[1][3])};
+    const uint32_t a[4] = {pack(p[0][0], p[0][1]), pack(p[0][2], p[0][3]), pack(p[1][0], p[1][1]),
+                           pack(p[1][2], p[1][3])};
     const uint32_t ones[2] = {0x3F803F80u, 0x3F803F80u};
     mma_bf16(denominator, a, ones);
     const uint16_t* value[4];

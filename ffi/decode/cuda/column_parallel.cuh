@@ -7,8 +7,8 @@
 
 namespace muse {
 
-// The lane's token rows of the pass that starts at column c0, by row index, or by list[column] / divisor; columns from n on
-// repeat the first.
+// The lane's token rows of the pass that starts at column c0, by row index, or by list[column] / divisor; columns from
+// n on repeat the first.
 __device__ __forceinline__ Columns columns(const uint16_t* operand, int64_t width, int c0, int n, const int32_t* list,
                                            int divisor) {
   const int g = threadIdx.x % 32 / 4;
@@ -20,7 +20,8 @@ __device__ __forceinline__ Columns columns(const uint16_t* operand, int64_t widt
   return columns_of(row[0], row[1]);
 }
 
-// `groups` groups of bf16 weight tiles over n token rows of `width` elements; emit(group, row, column of the group, sum).
+// `groups` groups of bf16 weight tiles over n token rows of `width` elements; emit(group, row, column of the group,
+// sum).
 template <typename Emit>
 __device__ __forceinline__ void column_parallel(const Place& place, int n, SegmentSums& sums, const uint16_t* tiles,
                                                 int64_t groups, const uint16_t* operand, int64_t width, Emit emit) {
@@ -36,7 +37,8 @@ __device__ __forceinline__ void column_parallel(const Place& place, int n, Segme
       sums.store(acc);
       __syncthreads();
       const int count = min(kColumns, n - c0);
-      for (int at = threadIdx.x; at < 16 * count; at += kThreads) emit(group, c0 + at / 16, at % 16, sums.total(at % 16, at / 16));
+      for (int at = threadIdx.x; at < 16 * count; at += kThreads)
+        emit(group, c0 + at / 16, at % 16, sums.total(at % 16, at / 16));
       __syncthreads();
     }
 }

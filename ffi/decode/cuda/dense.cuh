@@ -89,10 +89,10 @@ __device__ __forceinline__ void chain_w4a16(const uint32_t* tiles, const uint8_t
 // Weight codes become fp16 numbers code * 2^-14 by shift and mask; token scales carry the 2^14 back.
 constexpr float kCodeScale = 0x1p14f;
 
-// W4A4: each block's exact sum from a zero accumulator, scaled and added with one rounding. x_scale: per B tile the fp32
-// scales (times kCodeScale) of columns 2t and 2t+1, one per block.
-__device__ __forceinline__ void chain_w4a4(const uint32_t* tiles, const uint8_t* scales, int64_t blocks, const Columns& x,
-                                           const float* const (&x_scale)[2][2], Accumulators& acc) {
+// W4A4: each block's exact sum from a zero accumulator, scaled and added with one rounding. x_scale: per B tile the
+// fp32 scales (times kCodeScale) of columns 2t and 2t+1, one per block.
+__device__ __forceinline__ void chain_w4a4(const uint32_t* tiles, const uint8_t* scales, int64_t blocks,
+                                           const Columns& x, const float* const (&x_scale)[2][2], Accumulators& acc) {
   const int lane = threadIdx.x % 32, g = lane / 4;
 #pragma unroll 2
   for (int64_t b = 0; b < blocks; ++b) {

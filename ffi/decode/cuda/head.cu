@@ -66,7 +66,8 @@ __device__ bool run(const HeadArgs& a, Shared& s, Place& place) {
   if (!rank_barrier(place, Phase::kHead)) return false;
 
   const auto slot = [&](int rank, int source, int i) {
-    return reinterpret_cast<uint64_t*>(a.workspace[rank] + a.best) + ((place.epoch % 2 * kRanks + source) * kMaxRows + i) * kBestWords;
+    return reinterpret_cast<uint64_t*>(a.workspace[rank] + a.best) +
+           ((place.epoch % 2 * kRanks + source) * kMaxRows + i) * kBestWords;
   };
   bool alive = true;
   for (int i = place.index; i < n; i += place.size) {
@@ -88,7 +89,8 @@ __device__ bool run(const HeadArgs& a, Shared& s, Place& place) {
       if (lane < kRanks) {
         // The top bit of the id word tells that some logit was NaN.
         store_slot(slot(lane, me, i), bit_cast<uint32_t>(best), place.epoch);
-        store_slot(slot(lane, me, i) + 1, static_cast<uint32_t>(id + me * columns) | (nan ? 0x80000000u : 0u), place.epoch);
+        store_slot(slot(lane, me, i) + 1, static_cast<uint32_t>(id + me * columns) | (nan ? 0x80000000u : 0u),
+                   place.epoch);
       }
       uint32_t word = 0;
       if (lane < kRanks) {
@@ -115,7 +117,15 @@ __global__ void __launch_bounds__(kThreads, 1) decode_head(const __grid_constant
   const uint32_t size = gridDim.x / args.local_count;
   const int rank = args.local[blockIdx.x / size];
   Control* control = reinterpret_cast<Control*>(args.workspace[rank]);
-  Place place{control, args.report[rank], now() + args.wait_limit_ns, static_cast<uint32_t>(rank), blockIdx.x % size, size, 0, 0, 0};
+  Place place{control,
+              args.report[rank],
+              now() + args.wait_limit_ns,
+              static_cast<uint32_t>(rank),
+              blockIdx.x % size,
+              size,
+              0,
+              0,
+              0};
   place.epoch = load_relaxed(&control->epoch);
   if (run(args, shared, place) && place.index == 0 && threadIdx.x == 0) control->epoch = place.epoch;
 }
@@ -143,10 +153,12 @@ Status launch_head(Stream stream, const HeadArgs& args, int blocks) {
   for (int i = 0; i < args.local_count && e == cudaSuccess; ++i) {
     e = cudaMemsetAsync(args.logits[args.local[i]], 0, args.rows * (args.vocab / kRanks) * sizeof(float), cuda_stream);
     if (e == cudaSuccess)
-      e = cudaMemsetAsync(args.workspace[args.local[i]] + offsetof(Control, barrier), 0, sizeof(Control::barrier), cuda_stream);
+      e = cudaMemsetAsync(args.workspace[args.local[i]] + offsetof(Control, barrier), 0, sizeof(Control::barrier),
+                          cuda_stream);
   }
   if (e == cudaSuccess) {
-    decode_head<<<blocks / args.local_count * args.local_count, kThreads, shared_bytes(args.hidden), cuda_stream>>>(args);
+    decode_head<<<blocks / args.local_count * args.local_count, kThreads, shared_bytes(args.hidden), cuda_stream>>>(
+        args);
     e = cudaGetLastError();
   }
   return e == cudaSuccess ? Status{} : Status{std::string("decode_head: ") + cudaGetErrorString(e)};

@@ -1,5 +1,6 @@
-// The fused decode step on a GPU: one launch for all layers. The blocks of a device are shared out among its ranks; a rank's
-// blocks meet at barriers, ranks meet through slots (sync.cuh). The arithmetic is ffi/decode/cpu/layers.cc's, bit for bit.
+// The fused decode step on a GPU: one launch for all layers. The blocks of a device are shared out among its ranks; a
+// rank's blocks meet at barriers, ranks meet through slots (sync.cuh). The arithmetic is ffi/decode/cpu/layers.cc's,
+// bit for bit.
 #include <cuda_runtime.h>
 
 #include <algorithm>
@@ -32,11 +33,11 @@ struct Shared {
       float weight[kMaxTopK];
     } combine;
   };
-  int32_t pairs[kMaxPairs];  // (row, slot) pairs ordered by expert
-  int16_t expert[kMaxPairs]; // the experts in use, ascending
+  int32_t pairs[kMaxPairs];   // (row, slot) pairs ordered by expert
+  int16_t expert[kMaxPairs];  // the experts in use, ascending
   int16_t first[kMaxPairs + 1];
   int32_t used;
-  float row[];               // scratch (layers_shared_bytes): a row's stream and branch, a pooled row, the chosen experts
+  float row[];  // scratch (layers_shared_bytes): a row's stream and branch, a pooled row, the chosen experts
 };
 
 // One block's run through the layers.
@@ -109,7 +110,8 @@ class Step {
       for (int64_t c = threadIdx.x; c < p_.hidden / 2; c += kThreads) {
         const uint32_t word = pack(to_bf16(s_.row[2 * c] * r), to_bf16(s_.row[2 * c + 1] * r));
         for (int to = 0; to < kRanks; ++to)
-          store_slot(slots(to, w_.branch[0], static_cast<int>(c / half), per_source) + i * half + c % half, word, place_.epoch);
+          store_slot(slots(to, w_.branch[0], static_cast<int>(c / half), per_source) + i * half + c % half, word,
+                     place_.epoch);
       }
       __syncthreads();
     }
@@ -117,7 +119,8 @@ class Step {
     for (int i = place_.index; i < n_; i += place_.size)
       for (int64_t c = threadIdx.x; c < p_.hidden / 2; c += kThreads) {
         const uint64_t* slot = slots(me_, w_.branch[0], static_cast<int>(c / half), per_source) + i * half + c % half;
-        const uint32_t word = wait_slot(place_, slot, place_.epoch, Phase::kEmbed, s_.rows.token[i] / p_.vocab_rank(), alive);
+        const uint32_t word =
+            wait_slot(place_, slot, place_.epoch, Phase::kEmbed, s_.rows.token[i] / p_.vocab_rank(), alive);
         stream(i)[2 * c] = canonical(from_bf16(static_cast<uint16_t>(word)));
         stream(i)[2 * c + 1] = canonical(from_bf16(static_cast<uint16_t>(word >> 16)));
       }
@@ -134,13 +137,16 @@ class Step {
     }
   }
 
-  __device__ const uint16_t* gain(int64_t l, int which) const { return a_.shared.hidden_gains + (3 * l + which) * p_.hidden; }
+  __device__ const uint16_t* gain(int64_t l, int which) const {
+    return a_.shared.hidden_gains + (3 * l + which) * p_.hidden;
+  }
 
   // s_.row[0 .. hidden) -> the GEMM operand h of row i.
   __device__ void norm_to_h(int i, const uint16_t* g) {
     const float r = inverse_rms(block_sumsq(p_.hidden, s_.row, s_.partial), p_.hidden, p_.eps);
     uint16_t* h = mine<uint16_t>(w_.h) + i * p_.hidden;
-    for (int64_t c = threadIdx.x; c < p_.hidden; c += kThreads) h[permuted(c)] = to_bf16((s_.row[c] * r) * from_bf16(g[c]));
+    for (int64_t c = threadIdx.x; c < p_.hidden; c += kThreads)
+      h[permuted(c)] = to_bf16((s_.row[c] * r) * from_bf16(g[c]));
   }
 
   // Adds the branch that the row-parallel exchange `which` brought to the stream, and norms it for what follows.
@@ -187,8 +193,8 @@ class Step {
 
   // --- GEMMs -------------------------------------------------------------------------------------------------------
 
-  // Row-parallel bf16 GEMM: this rank's columns are one segment; its partial sums go to the owners of the output columns,
-  // which add the eight in the contract's order and give everybody the rounded result.
+  // Row-parallel bf16 GEMM: this rank's columns are one segment; its partial sums go to the owners of the output
+  // columns, which add the eight in the contract's order and give everybody the rounded result.
   __device__ bool row_parallel(const uint16_t* tiles, const uint16_t* operand, int64_t width, int which, Phase phase) {
     const int warp = threadIdx.x / 32, g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
     const int64_t blocks = width / 16, owned = p_.hidden / kRanks, per_source = kMaxRows * owned;
@@ -229,8 +235,8 @@ class Step {
 
   __device__ bool attention(int64_t l) {
     const int64_t q = p_.q_columns(), kv = p_.kv_columns();
-    column_parallel(place_, n_, s_.sums[0], weights().qkvu + p_.qkvu(l), p_.qkvu_rows() / 16, mine<uint16_t>(w_.h), p_.hidden,
-                    [&](int64_t group, int i, int c, float sum) {
+    column_parallel(place_, n_, s_.sums[0], weights().qkvu + p_.qkvu(l), p_.qkvu_rows() / 16, mine<uint16_t>(w_.h),
+                    p_.hidden, [&](int64_t group, int i, int c, float sum) {
                       int64_t column = group * 16 + c;
                       uint16_t* out;
                       if (column < q) {
@@ -255,7 +261,8 @@ class Step {
   // q and k: norm and rotation by one warp per head; k and v go to the cache.
   __device__ void norm_heads(int64_t l) {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    const int q_heads = static_cast<int>(p_.q_heads / kRanks), kv_heads = static_cast<int>(p_.kv_rank()), heads = q_heads + kv_heads;
+    const int q_heads = static_cast<int>(p_.q_heads / kRanks), kv_heads = static_cast<int>(p_.kv_rank()),
+              heads = q_heads + kv_heads;
     for (int unit = place_.index * kWarps + warp; unit < n_ * heads; unit += place_.size * kWarps) {
       const int i = unit / heads, head = unit % heads;
       uint16_t* x = head < q_heads ? mine<uint16_t>(w_.q) + i * p_.q_columns() + head * kHeadDim
@@ -276,13 +283,17 @@ class Step {
       if (head < q_heads) {
         reinterpret_cast<uint32_t*>(x)[lane] = pair;
       } else {
-        const uint32_t value = pair_at(mine<uint16_t>(w_.v) + i * p_.kv_columns() + (head - q_heads) * kHeadDim + 2 * lane);
-        const auto finite = [](uint32_t two) { return bf16_finite(static_cast<uint16_t>(two)) && bf16_finite(static_cast<uint16_t>(two >> 16)); };
+        const uint32_t value =
+            pair_at(mine<uint16_t>(w_.v) + i * p_.kv_columns() + (head - q_heads) * kHeadDim + 2 * lane);
+        const auto finite = [](uint32_t two) {
+          return bf16_finite(static_cast<uint16_t>(two)) && bf16_finite(static_cast<uint16_t>(two >> 16));
+        };
         const bool keep = __all_sync(~0u, finite(pair) && finite(value));
         const int64_t slot = p_.slot(l, s_.rows.committed[i] + s_.rows.index[i]);
         const int64_t at = p_.cache(l, s_.rows.sequence[i], head - q_heads, slot);
         const bool full = p_.kind[l].full;
-        reinterpret_cast<uint32_t*>((full ? weights().k_full : weights().k_ring) + at)[lane] = keep ? pair : pack(kNan16, kNan16);
+        reinterpret_cast<uint32_t*>((full ? weights().k_full : weights().k_ring) + at)[lane] =
+            keep ? pair : pack(kNan16, kNan16);
         reinterpret_cast<uint32_t*>((full ? weights().v_full : weights().v_ring) + at)[lane] = keep ? value : 0u;
       }
     }
@@ -295,9 +306,14 @@ class Step {
     for (int unit = place_.index; unit < n_ * kv_heads; unit += place_.size) {
       const int i = unit / kv_heads, head = unit % kv_heads;
       const int64_t base = p_.cache(l, s_.rows.sequence[i], head, 0);
-      const AttentionUnit work{&p_, l, &s_.rows, i, (full ? weights().k_full : weights().k_ring) + base,
+      const AttentionUnit work{&p_,
+                               l,
+                               &s_.rows,
+                               i,
+                               (full ? weights().k_full : weights().k_ring) + base,
                                (full ? weights().v_full : weights().v_ring) + base,
-                               mine<uint16_t>(w_.q) + i * p_.q_columns() + head * group * kHeadDim, group};
+                               mine<uint16_t>(w_.q) + i * p_.q_columns() + head * group * kHeadDim,
+                               group};
       attend(work, s_.attention);
       for (int h = warp; h < group; h += kWarps) {
         const uint16_t* a = s_.attention.a[h];
@@ -321,8 +337,8 @@ class Step {
     router_dots(l);
     const int64_t half = p_.moe_columns() / 2;
     // Two neighbouring columns travel in one word: the even one's thread fetches the odd one's sum itself.
-    column_parallel(place_, n_, s_.sums[0], weights().pre_expert + p_.pre_expert(l), p_.moe_columns() / 16, mine<uint16_t>(w_.h), p_.hidden,
-                    [&](int64_t group, int i, int c, float sum) {
+    column_parallel(place_, n_, s_.sums[0], weights().pre_expert + p_.pre_expert(l), p_.moe_columns() / 16,
+                    mine<uint16_t>(w_.h), p_.hidden, [&](int64_t group, int i, int c, float sum) {
                       if (c % 2) return;
                       const uint32_t word = pack(to_bf16(sum), to_bf16(s_.sums[0].total(c + 1, i % kColumns)));
                       push_all(w_.pooled, kMaxRows * half, i * half + (group * 16 + c) / 2, word);
@@ -354,13 +370,15 @@ class Step {
       for (int pass = 0; pass < kSegments / 2; ++pass) {
         const int64_t base = (2 * pass + lane / 16) * length;
         float sum = 0.0f;
-        for (int64_t k = base + lane % 16; k < base + length; k += kLanes) sum = fma1(from_bf16(h[permuted(k)]), row[k], sum);
+        for (int64_t k = base + lane % 16; k < base + length; k += kLanes)
+          sum = fma1(from_bf16(h[permuted(k)]), row[k], sum);
         sum = fold_warp(sum);
         s[2 * pass] = __shfl_sync(~0u, sum, 0);
         s[2 * pass + 1] = __shfl_sync(~0u, sum, 16);
       }
       if (lane < kRanks)
-        store_slot(slots(lane, w_.logits, me_, kMaxRows * own) + i * own + e, bit_cast<uint32_t>(tree8(s)), place_.epoch);
+        store_slot(slots(lane, w_.logits, me_, kMaxRows * own) + i * own + e, bit_cast<uint32_t>(tree8(s)),
+                   place_.epoch);
     }
   }
 
@@ -372,8 +390,9 @@ class Step {
       __syncthreads();
       for (int e = threadIdx.x; e < p_.experts; e += kThreads) {
         const int source = static_cast<int>(e / own);
-        const float dot = bit_cast<float>(wait_slot(place_, slots(me_, w_.logits, source, kMaxRows * own) + i * own + e % own,
-                                                    place_.epoch, Phase::kRouter, source, alive));
+        const float dot =
+            bit_cast<float>(wait_slot(place_, slots(me_, w_.logits, source, kMaxRows * own) + i * own + e % own,
+                                      place_.epoch, Phase::kRouter, source, alive));
         const float probability = sigmoid(dot * p_.router_multiplier);
         s_.router.probability[e] = probability;
         s_.router.keys[e] = probability + a_.shared.router_bias[l * p_.experts + e];
@@ -594,7 +613,8 @@ class Step {
     const int64_t per_source = kMaxRows * p_.top_k * groups * kBlockWords;
     const bool quantize = p_.kind[l].nvfp4 && p_.quantize_activations;
     bool alive = true;
-    for (int64_t at = place_.index * kThreads + threadIdx.x; at < pairs * blocks && alive; at += int64_t{place_.size} * kThreads) {
+    for (int64_t at = place_.index * kThreads + threadIdx.x; at < pairs * blocks && alive;
+         at += int64_t{place_.size} * kThreads) {
       const int64_t pair = at / blocks, block = at % blocks;
       const int source = static_cast<int>(block / groups);
       const uint64_t* slot = slots(me_, w_.hidden, source, per_source) + (pair * groups + block % groups) * kBlockWords;
@@ -659,7 +679,8 @@ class Step {
           sum = fma1(z, z, sum);
         }
       sum = fold_warp(sum);
-      if (lane < kRanks) store_slot(slots(lane, w_.sums, me_, kMaxRows * p_.top_k) + pair, bit_cast<uint32_t>(sum), place_.epoch);
+      if (lane < kRanks)
+        store_slot(slots(lane, w_.sums, me_, kMaxRows * p_.top_k) + pair, bit_cast<uint32_t>(sum), place_.epoch);
     }
   }
 
@@ -718,7 +739,15 @@ __global__ void __launch_bounds__(kThreads, 1) decode_layers(const __grid_consta
   const int rank = args.local[which];
   if (rank == args.silent_rank) return;
   Control* control = reinterpret_cast<Control*>(args.workspace[rank]);
-  Place place{control, args.report[rank], now() + args.wait_limit_ns, static_cast<uint32_t>(rank), blockIdx.x % size, size, 0, 0, 0};
+  Place place{control,
+              args.report[rank],
+              now() + args.wait_limit_ns,
+              static_cast<uint32_t>(rank),
+              blockIdx.x % size,
+              size,
+              0,
+              0,
+              0};
   place.layer = static_cast<uint32_t>(args.plan.layer_begin);
   place.epoch = load_relaxed(&control->epoch);
   Step step(args, shared, place);
@@ -737,17 +766,22 @@ int64_t layers_shared_bytes(const Plan& plan) {
 }
 
 Status prepare_layers(const Plan& plan, int* blocks) {
-  const auto fail = [](const char* what, cudaError_t e) { return Status{std::string("decode_layers: ") + what + ": " + cudaGetErrorString(e)}; };
+  const auto fail = [](const char* what, cudaError_t e) {
+    return Status{std::string("decode_layers: ") + what + ": " + cudaGetErrorString(e)};
+  };
   if (plan.q_heads / plan.kv_heads > kMaxGroup)
     return {"decode_layers: " + std::to_string(plan.q_heads / plan.kv_heads) + " query heads per kv head, at most 16"};
   if (plan.experts > 1024) return {"decode_layers: " + std::to_string(plan.experts) + " experts, at most 1024"};
   const int64_t bytes = layers_shared_bytes(plan);
-  cudaError_t e = cudaFuncSetAttribute(decode_layers, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(bytes));
+  cudaError_t e =
+      cudaFuncSetAttribute(decode_layers, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(bytes));
   if (e != cudaSuccess) return fail(("a block needs " + std::to_string(bytes) + " bytes of shared memory").c_str(), e);
   int device = 0, multiprocessors = 0, per_multiprocessor = 0;
   if ((e = cudaGetDevice(&device)) != cudaSuccess) return fail("no device", e);
-  if ((e = cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device)) != cudaSuccess) return fail("device", e);
-  if ((e = cudaOccupancyMaxActiveBlocksPerMultiprocessor(&per_multiprocessor, decode_layers, kThreads, bytes)) != cudaSuccess)
+  if ((e = cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device)) != cudaSuccess)
+    return fail("device", e);
+  if ((e = cudaOccupancyMaxActiveBlocksPerMultiprocessor(&per_multiprocessor, decode_layers, kThreads, bytes)) !=
+      cudaSuccess)
     return fail("occupancy", e);
   *blocks = multiprocessors * (per_multiprocessor ? 1 : 0);
   return *blocks > 0 ? Status{} : Status{"decode_layers: a block does not fit on a multiprocessor"};

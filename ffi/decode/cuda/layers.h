@@ -25,7 +25,8 @@ struct LayersArgs {
 // Dynamic shared memory of a block, bytes.
 int64_t layers_shared_bytes(const Plan& plan);
 
-// Sets the kernel's attributes and loads it on the current device; `blocks` is the largest grid that is resident at once.
+// Sets the kernel's attributes and loads it on the current device; `blocks` is the largest grid that is resident at
+// once.
 Status prepare_layers(const Plan& plan, int* blocks);
 
 Status launch_layers(Stream stream, const LayersArgs& args, int blocks);

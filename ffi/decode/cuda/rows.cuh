@@ -1,5 +1,5 @@
-// The rows of one step on the device, resolved by every block for itself (docs/architecture.md, "Rows"); the same rules as
-// ffi/decode/cpu/rows.cc.
+// The rows of one step on the device, resolved by every block for itself (docs/architecture.md, "Rows"); the same rules
+// as ffi/decode/cpu/rows.cc.
 #pragma once
 
 #include "ffi/decode/step.h"
@@ -7,11 +7,11 @@
 namespace muse {
 
 struct DeviceRows {
-  int32_t count;                 // active rows; the arrays below hold only these, in operand order
-  int32_t bad;                   // 1 + the first row that breaks a rule, 0 when all are right
-  int16_t row[kMaxRows];         // index in the operands
+  int32_t count;          // active rows; the arrays below hold only these, in operand order
+  int32_t bad;            // 1 + the first row that breaks a rule, 0 when all are right
+  int16_t row[kMaxRows];  // index in the operands
   int32_t token[kMaxRows], sequence[kMaxRows], position[kMaxRows], committed[kMaxRows];
-  uint8_t index[kMaxRows];       // among the sequence's rows: K and V go to slot position committed + index
+  uint8_t index[kMaxRows];           // among the sequence's rows: K and V go to slot position committed + index
   uint8_t path[kMaxRows][kMaxRows];  // path[i][d]: index of the in-flight row at position committed + d that row i sees
 
   __device__ int64_t slot_position(int i, int64_t position) const {

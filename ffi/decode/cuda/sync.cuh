@@ -10,7 +10,7 @@ namespace muse {
 struct Place {
   Control* control;  // of this rank
   Report* report;
-  uint64_t deadline;  // globaltimer, ns
+  uint64_t deadline;           // globaltimer, ns
   uint32_t rank, index, size;  // block `index` of `size` that serve this rank
   uint32_t layer, epoch, barriers;
 };
