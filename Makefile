@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 SOURCES := $(shell find ffi -type f) CMakeLists.txt pyproject.toml
 
-.PHONY: demo test lint test-matrix cuda-archs clean
+.PHONY: demo test lint test-gpu test-matrix cuda-archs clean
 .DELETE_ON_ERROR:
 
 # Editable: Python files are used as they are, and this stamp rebuilds the C++ when it changes.
@@ -31,6 +31,13 @@ lint: $(VENV)/tools
 
 test: $(VENV)/tools checkpoints/tiny/config.json lint
 	$(BIN)/python -m pytest -n 2 --dist loadfile
+
+# Everything on the GPUs at hand, against the CPU's bits.
+test-gpu: $(VENV)/tools
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable ".[test,cuda]"
+	@if $(BIN)/python -c "import jax; jax.devices('gpu')" 2>/dev/null; then \
+	  XLA_PYTHON_CLIENT_PREALLOCATE=false JAX_PLATFORMS=cuda,cpu $(BIN)/python -m pytest -v tests/gpu; \
+	else echo "test-gpu: JAX sees no GPU here, nothing was run"; fi
 
 # The oldest supported pair, the release that GPU machines have, and the newest.
 PYTHON312 ?= $(firstword $(wildcard $(HOME)/.pyenv/versions/3.12.*/bin/python) python3.12)

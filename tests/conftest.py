@@ -10,6 +10,9 @@ if _FLAG not in os.environ.get("XLA_FLAGS", ""):
 os.environ.setdefault("PJRT_NPROC", "64")
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
+# They compare a GPU with the CPU, so they want both: `make test-gpu` asks for JAX_PLATFORMS=cuda,cpu.
+collect_ignore = [] if "cuda" in os.environ["JAX_PLATFORMS"] else ["gpu"]
+
 from hypothesis import settings  # noqa: E402
 
 # Shared machines pause: time limits per example would only make tests flaky.

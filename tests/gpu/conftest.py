@@ -1,35 +1,18 @@
-"""GPU tests run on whatever GPUs are there, and are skipped in one line where there is none.
-
-They compare with the CPU, so both platforms must be there: JAX_PLATFORMS=cuda,cpu.
-"""
+"""GPU tests run on whatever GPUs are there (`make test-gpu`) and compare with the CPU: JAX_PLATFORMS=cuda,cpu."""
 
 import jax
 import numpy as np
 import pytest
 
 
-def _gpus():
-    try:
-        return jax.devices("gpu")
-    except RuntimeError:
-        return []
-
-
-def pytest_collection_modifyitems(config, items):
-    if not _gpus():
-        for item in items:
-            if "tests/gpu" in str(item.path):
-                item.add_marker(pytest.mark.skip(reason="no GPU"))
-
-
 @pytest.fixture(scope="session")
 def gpu():
-    return _gpus()[0]
+    return jax.devices("gpu")[0]
 
 
 @pytest.fixture(scope="session")
 def gpus():
-    return _gpus()
+    return jax.devices("gpu")
 
 
 @pytest.fixture(scope="session")
