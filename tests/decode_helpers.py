@@ -63,13 +63,13 @@ def drawn(seed: int) -> MuseSparkConfig:
     def pick(*values):
         return values[rng.integers(len(values))]
 
-    layers, kv = int(rng.integers(1, 5)), pick(8, 8, 8, 16)
+    layers, kv = pick(1, 1, 2, 2, 3, 4), pick(8, 8, 8, 16)
     base, experts = pick(10000.0, 500000.0), pick(8, 16)
     return small(
         vocab_size=8 * int(rng.integers(8, 34)), hidden_size=pick(128, 256), num_hidden_layers=layers,
         num_attention_heads=kv * (int(rng.integers(1, 4)) if kv == 8 else pick(1, 2)), num_key_value_heads=kv,
         moe_hidden_size=pick(128, 256, 384), moe_intermediate_size=pick(128, 256, 384), num_local_experts=experts,
-        num_experts_per_tok=int(rng.integers(1, 9)), sliding_window=int(rng.integers(1, 41)),
+        num_experts_per_tok=int(rng.integers(1, 9)), sliding_window=pick(1, *rng.integers(2, 41, 5).tolist()),
         layer_types=tuple(pick(SLIDING, FULL) for _ in range(layers)),
         layer_rope_theta=tuple(pick(base, base, 0.0) for _ in range(layers)),
         expert_formats=tuple(pick("bf16", "nvfp4") for _ in range(layers)),
