@@ -7,20 +7,24 @@ SOURCES := $(shell find ffi -type f) CMakeLists.txt pyproject.toml
 .PHONY: demo test lint test-gpu test-matrix cuda-archs clean
 .DELETE_ON_ERROR:
 
-# Editable: Python files are used as they are, and this stamp rebuilds the C++ when it changes.
+# Editable: Python files are used as they are, and these stamps rebuild the C++ when it changes. The second brings what tests
+# and lint need and stands for the first, so that `make test` alone builds once.
+INSTALL = test -x $(BIN)/python || $(PYTHON) -m venv $(VENV); $(BIN)/python -m pip install --quiet --disable-pip-version-check
+
 $(VENV)/installed: $(SOURCES)
-	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable .
+	$(INSTALL) --editable .
 	touch $@
 
-$(VENV)/tools: $(VENV)/installed
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable ".[test,lint,plot]"
-	touch $@
+$(VENV)/tools: $(SOURCES)
+	$(INSTALL) --editable ".[test,lint,plot]"
+	touch $(VENV)/installed $@
 
-checkpoints/tiny/config.json: checkpoints/make_tiny.py | $(VENV)/installed
+# Made by whichever of the two installations is there.
+checkpoints/tiny/config.json: checkpoints/make_tiny.py
 	$(BIN)/python checkpoints/make_tiny.py checkpoints/tiny
 
-demo: $(VENV)/installed checkpoints/tiny/config.json
+demo: $(VENV)/installed
+	$(MAKE) --no-print-directory checkpoints/tiny/config.json
 	$(BIN)/muse-jax generate checkpoints/tiny --max-new-tokens 32 --check
 
 lint: $(VENV)/tools
@@ -29,7 +33,7 @@ lint: $(VENV)/tools
 	$(BIN)/clang-format --dry-run --Werror $$(git ls-files 'ffi/*.h' 'ffi/*.cc' 'ffi/*.cu' 'ffi/*.cuh')
 	$(BIN)/pyright --pythonpath $(BIN)/python
 
-test: $(VENV)/tools checkpoints/tiny/config.json lint
+test: lint
 	$(BIN)/python -m pytest -n 2 --dist loadfile
 
 # Everything on the GPUs at hand, against the CPU's bits.
@@ -39,19 +43,19 @@ test-gpu: $(VENV)/tools
 	  XLA_PYTHON_CLIENT_PREALLOCATE=false JAX_PLATFORMS=cuda,cpu $(BIN)/python -m pytest -v tests/gpu; \
 	else echo "test-gpu: JAX sees no GPU here, nothing was run"; fi
 
-# The oldest supported pair, the release that GPU machines have, and the newest.
+# The oldest supported pair, the release that GPU machines have, and the newest; $(call matrix,name,python,jax).
 PYTHON312 ?= $(firstword $(wildcard $(HOME)/.pyenv/versions/3.12.*/bin/python) python3.12)
-test-matrix:
-	$(MAKE) .matrix/py311-jax0.10.2 MATRIX_PYTHON="$(PYTHON)" MATRIX_JAX="jax==0.10.2 jaxlib==0.10.2"
-	$(MAKE) .matrix/py312-jax0.11.2 MATRIX_PYTHON="$(PYTHON312)" MATRIX_JAX="jax==0.11.2 jaxlib==0.11.2"
-	$(MAKE) .matrix/py312-newest MATRIX_PYTHON="$(PYTHON312)" MATRIX_JAX="jax<0.13 jaxlib<0.13"
+define matrix
+	test -x .matrix/$(1)/bin/python || $(2) -m venv .matrix/$(1)
+	.matrix/$(1)/bin/python -m pip install --quiet --disable-pip-version-check $(3) --editable ".[test]"
+	.matrix/$(1)/bin/python -c "import sys, jax; print('Python', sys.version.split()[0], 'jax', jax.__version__)"
+	.matrix/$(1)/bin/python -m pytest -n 2 --dist loadfile
+endef
 
-.PHONY: .matrix/py311-jax0.10.2 .matrix/py312-jax0.11.2 .matrix/py312-newest
-.matrix/%: checkpoints/tiny/config.json
-	test -x $@/bin/python || $(MATRIX_PYTHON) -m venv $@
-	$@/bin/python -m pip install --quiet --disable-pip-version-check $(foreach p,$(MATRIX_JAX),"$(p)") --editable ".[test]"
-	$@/bin/python -c "import sys, jax; print('Python', sys.version.split()[0], 'jax', jax.__version__)"
-	$@/bin/python -m pytest -n 2 --dist loadfile
+test-matrix:
+	$(call matrix,oldest,$(PYTHON),"jax==0.10.2" "jaxlib==0.10.2")
+	$(call matrix,middle,$(PYTHON312),"jax==0.11.2" "jaxlib==0.11.2")
+	$(call matrix,newest,$(PYTHON312),"jax<0.13" "jaxlib<0.13")
 
 # Every kernel for every architecture that the wheel may name; a warning, a spilled register or a stack frame is an error.
 CUDA_ARCHS ?= 90a 100a 103a

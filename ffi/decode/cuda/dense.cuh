@@ -17,10 +17,11 @@ __device__ __forceinline__ int64_t permuted(int64_t k) {
   return (k & ~int64_t{15}) + ((k & 7) >> 1) * 4 + ((k >> 3) & 1) * 2 + (k & 1);
 }
 
-// Weights are read once and by one warp: keep them out of L1.
+// Weights are read once and by one warp: keep them out of L1. Not volatile, so that the compiler may issue the loads of the
+// next tiles before the products of this one; the data is constant for the whole launch.
 __device__ __forceinline__ uint4 load_stream16(const void* p) {
   uint4 v;
-  asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0,%1,%2,%3}, [%4];"
+  asm("ld.global.nc.L1::no_allocate.v4.u32 {%0,%1,%2,%3}, [%4];"
                : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
                : "l"(p));
   return v;
@@ -28,7 +29,7 @@ __device__ __forceinline__ uint4 load_stream16(const void* p) {
 
 __device__ __forceinline__ uint32_t load_stream4(const void* p) {
   uint32_t v;
-  asm volatile("ld.global.nc.L1::no_allocate.u32 %0, [%1];" : "=r"(v) : "l"(p));
+  asm("ld.global.nc.L1::no_allocate.u32 %0, [%1];" : "=r"(v) : "l"(p));
   return v;
 }
 
@@ -52,7 +53,7 @@ __device__ __forceinline__ void clear(Accumulators& acc) {
 // acc = chain over `blocks` blocks of bf16 tiles.
 __device__ __forceinline__ void chain_bf16(const uint16_t* tiles, int64_t blocks, const Columns& x, Accumulators& acc) {
   const int lane = threadIdx.x % 32;
-#pragma unroll 4
+#pragma unroll 8
   for (int64_t b = 0; b < blocks; ++b) {
     const uint4 w = load_stream16(tiles + b * kTile + lane * 8);
     const uint32_t a[4] = {w.x, w.y, w.z, w.w};
@@ -68,7 +69,7 @@ __device__ __forceinline__ void chain_bf16(const uint16_t* tiles, int64_t blocks
 __device__ __forceinline__ void chain_w4a16(const uint32_t* tiles, const uint8_t* scales, int64_t blocks,
                                             const Columns& x, Accumulators& acc) {
   const int lane = threadIdx.x % 32, g = lane / 4;
-#pragma unroll 2
+#pragma unroll 4
   for (int64_t b = 0; b < blocks; ++b) {
     const uint32_t word = load_stream4(tiles + b * kTileWords + lane);
     const float scale[2] = {from_e4m3(scales[b * kTileScales + g]), from_e4m3(scales[b * kTileScales + g + 8])};
@@ -94,7 +95,7 @@ constexpr float kCodeScale = 0x1p14f;
 __device__ __forceinline__ void chain_w4a4(const uint32_t* tiles, const uint8_t* scales, int64_t blocks,
                                            const Columns& x, const float* const (&x_scale)[2][2], Accumulators& acc) {
   const int lane = threadIdx.x % 32, g = lane / 4;
-#pragma unroll 2
+#pragma unroll 8
   for (int64_t b = 0; b < blocks; ++b) {
     const uint32_t word = load_stream4(tiles + b * kTileWords + lane);
     const float scale[2] = {from_e4m3(scales[b * kTileScales + g]), from_e4m3(scales[b * kTileScales + g + 8])};
