@@ -99,7 +99,7 @@ def random_decode_weights(config: MuseSparkConfig, mesh, seed: int = 0) -> Decod
         "input_scales": make("input_scales", lambda _: jnp.full((layers, 2), 1 / 64, jnp.float32)),
     }
     return DecodeWeights(
-        **arrays, ranks=ranks_array(mesh), config=config, mesh=mesh, communicator=Communicator(config, mesh)
+        **arrays, ranks=ranks_array(mesh, seed), config=config, mesh=mesh, communicator=Communicator(config, mesh)
     )
 
 

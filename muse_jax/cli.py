@@ -74,14 +74,15 @@ def generate(
     result = run_generate(model, ids, max_new_tokens=max_new_tokens)
     assert model.tokenizer is not None
     mesh_devices = model.mesh.devices.flat
-    table = Table.grid(padding=(0, 2))
-    table.add_row("prompt", repr(prompt))
-    table.add_row("generated", repr(model.tokenizer.decode(result.tokens[0])))
-    table.add_row("token ids", " ".join(map(str, result.tokens[0])))
-    table.add_row("finished by", result.finish_reasons[0])
-    table.add_row("devices", f"{len(mesh_devices)} x {mesh_devices[0].device_kind}, {RANKS} ranks")
-    table.add_row("custom calls per step", _calls_per_step(model))
-    out.print(table)
+    for label, value in (
+        ("prompt", repr(prompt)),
+        ("generated", repr(model.tokenizer.decode(result.tokens[0]))),
+        ("token ids", " ".join(map(str, result.tokens[0]))),
+        ("finished by", result.finish_reasons[0]),
+        ("devices", f"{len(mesh_devices)} x {mesh_devices[0].device_kind}, {RANKS} ranks"),
+        ("custom calls per step", _calls_per_step(model)),
+    ):
+        out.print(f"{label:21}  {value}", markup=False)
     if check:
         report = run_parity(model, ids + result.tokens[0][:-1], chunk=len(ids))
         out.print(_verdict(report))
@@ -119,6 +120,8 @@ def parity(
     if report.first is not None:
         out.print(f"first difference: {report.first.tap}, position {report.first.first_position}")
     out.print(_verdict(report))
+    if flip is not None and not report.differing_bytes:
+        out.print("the flipped bit changes nothing on this text: an unused row or expert, say; flip another")
     raise typer.Exit(1 if report.differing_bytes else 0)
 
 

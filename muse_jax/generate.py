@@ -51,7 +51,7 @@ def generate(
         ValueError: an empty prompt, ids out of range, or prompt and new tokens beyond max_position_embeddings.
     """
     prompts = as_prompts(prompt_ids)
-    stops = tuple(model.config.eos_token_ids if stop_ids is None else stop_ids)
+    stops = tuple(model.config.eos_token_ids if stop_ids is None else np.atleast_1d(np.asarray(stop_ids)).tolist())
     _check(model, prompts, max_new_tokens, stops)
     state = init_state(model.config, model.mesh, batch=len(prompts), capacity=max(map(len, prompts)) + max_new_tokens)
     first, state = prefill(model.weights, state, prompts)
@@ -96,6 +96,8 @@ def _loop(weights: DecodeWeights, state: DecodeState, first: StepOutput, stops: 
 
 def _check(model: "LanguageModel", prompts: list[list[int]], max_new_tokens: int, stops: Sequence[int]) -> None:
     vocab, limit = model.config.vocab_size, model.config.max_position_embeddings
+    if not isinstance(max_new_tokens, int | np.integer) or max_new_tokens < 1:
+        raise ValueError(f"max_new_tokens is {max_new_tokens}, allowed: whole numbers from 1 on")
     if not prompts:
         raise ValueError("prompt_ids is empty; give at least one token id")
     for b, prompt in enumerate(prompts):
@@ -106,8 +108,6 @@ def _check(model: "LanguageModel", prompts: list[list[int]], max_new_tokens: int
                 f"prompt {b} has {len(prompt)} tokens and max_new_tokens is {max_new_tokens}, together more than the "
                 f"model's {limit} positions (max_position_embeddings)"
             )
-    if max_new_tokens < 1:
-        raise ValueError(f"max_new_tokens is {max_new_tokens}, allowed: 1 or more")
     for stop in stops:
-        if not 0 <= stop < vocab:
+        if not isinstance(stop, int) or not 0 <= stop < vocab:
             raise ValueError(f"stop id {stop} is not a token, allowed: 0 to {vocab - 1}")

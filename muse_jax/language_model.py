@@ -71,6 +71,7 @@ class LanguageModel:
         self, state: DecodeState, prompts: Sequence[int] | Sequence[Sequence[int]]
     ) -> tuple[StepOutput, DecodeState]:
         """As `prefill`, through the reference's whole-sequence forward: the same bits. The state must be empty."""
+        decode.check_state(self.weights, state)
         taps = functools.partial(self._reference.taps, self.params)
         return decode.prefill_whole(self.config, state, decode.as_prompts(prompts), taps)
 
@@ -82,9 +83,11 @@ class LanguageModel:
         Returns:
             (output with one row per sequence, state).
         """
-        tokens = jnp.asarray(tokens, jnp.int32)
+        decode.check_state(self.weights, state)
         if isinstance(tokens, Tracer) or isinstance(state.epoch, Tracer):
             return decode.decode_step(self.weights, state, tokens, active)
+        decode.check_tokens(self.weights, "tokens", tokens)
+        tokens = jnp.asarray(tokens, jnp.int32)
         output, state = self._step(self.weights, state, tokens, active)
         if next(iter(self.mesh.devices.flat)).platform == "cpu":
             # jaxlib before 0.12 hangs with more than 32 multi-device programs in flight on the CPU.

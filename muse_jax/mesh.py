@@ -34,7 +34,7 @@ def make_mesh(devices: "int | Sequence[Any] | None" = None) -> Mesh:
     if devices is None:
         available = jax.devices()
         chosen = available[: next(count for count in DEVICE_COUNTS if count <= len(available))]
-    elif isinstance(devices, int | np.integer):
+    elif isinstance(devices, int | np.integer) and not isinstance(devices, bool):
         _check_count(devices)
         available = jax.devices()
         if devices > len(available):
@@ -44,7 +44,14 @@ def make_mesh(devices: "int | Sequence[Any] | None" = None) -> Mesh:
             )
         chosen = available[:devices]
     else:
+        if isinstance(devices, str | bool) or not isinstance(devices, Sequence | np.ndarray):
+            raise TypeError(
+                f"devices: given {devices!r}, expected a number (1, 2, 4 or 8), a list of devices, or nothing"
+            )
         chosen = list(devices)
+        strange = [d for d in chosen if not isinstance(d, jax.Device)]
+        if strange:
+            raise TypeError(f"devices: given {strange[0]!r}, expected JAX devices, such as jax.devices() gives")
         _check_count(len(chosen))
         if len(set(chosen)) != len(chosen):
             raise ValueError(f"devices: given {chosen}, but each device may stand only once")
@@ -101,7 +108,11 @@ def replicated(mesh: Mesh) -> NamedSharding:
     return NamedSharding(check_mesh(mesh), PartitionSpec())
 
 
-def ranks_array(mesh: Mesh) -> jax.Array:
-    """int32 [8], 0..7, sharded: the operand from which a handler learns which ranks its device holds."""
-    ranks = np.arange(RANKS, dtype=np.int32)
+def ranks_array(mesh: Mesh, packing: int) -> jax.Array:
+    """int32 [8, 2], sharded: the operand from which a handler learns which ranks its device holds.
+
+    Column 0 is 0..7. Column 1 is `packing`, the same everywhere: it tells apart two sets of weights that one program
+    steps at once.
+    """
+    ranks = np.stack([np.arange(RANKS), np.full(RANKS, packing)], axis=1).astype(np.int32)
     return jax.make_array_from_callback(ranks.shape, rank_sharding(mesh), lambda index: ranks[index])

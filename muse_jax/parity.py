@@ -24,6 +24,8 @@ from muse_jax.decode.state import ring_slots
 if TYPE_CHECKING:
     from muse_jax.language_model import LanguageModel
 
+_FRACTION_BITS = {"bfloat16": 7, "float32": 23, "float8_e4m3fn": 3}
+
 LAYER_TAPS = ("k", "v", "post_attention_residual", "router_experts", "router_weights", "post_feedforward_residual")
 
 
@@ -156,8 +158,8 @@ def flip_bit(params: Mapping[str, jax.Array], spec: str) -> tuple[dict[str, jax.
 
     Args:
         params: flat parameters.
-        spec: "NAME", "NAME:ELEMENT" or "NAME:ELEMENT:BIT"; element 0 (flat index) and the highest bit below sign and
-            exponent of a bf16 (bit 6) by default.
+        spec: "NAME", "NAME:ELEMENT" or "NAME:ELEMENT:BIT"; element 0 (flat index) and the highest fraction bit of its
+            type (of codes: the lowest bit) by default.
 
     Returns:
         (parameters, what was done in words).
@@ -170,7 +172,8 @@ def flip_bit(params: Mapping[str, jax.Array], spec: str) -> tuple[dict[str, jax.
     if name not in params:
         raise ValueError(f"--flip-bit: no parameter {name!r}; for example {next(n for n in params if 'o_proj' in n)!r}")
     try:
-        element, bit = int(element_text or 0), int(bit_text or 6)
+        default = _FRACTION_BITS.get(str(params[name].dtype), 1) - 1
+        element, bit = int(element_text or 0), int(bit_text or default)
     except ValueError:
         raise ValueError(f"--flip-bit: given {spec!r}, expected NAME[:ELEMENT[:BIT]] with whole numbers") from None
     array = np.array(params[name])

@@ -67,7 +67,7 @@ def test_flipped_bit_is_found(checkpoint, name, tap):
         (["parity", "CHECKPOINT", "--flip-bit", "layers.3.o_proj"], "no parameter 'layers.3.o_proj'"),
         (["parity", "CHECKPOINT", "--flip-bit", "norm.weight:999"], "elements 0 to 255"),
         (["parity", "CHECKPOINT", "--flip-bit", "norm.weight:x"], "expected NAME[:ELEMENT[:BIT]]"),
-        (["generate", "CHECKPOINT", "--max-new-tokens", "0"], "max_new_tokens is 0, allowed: 1 or more"),
+        (["generate", "CHECKPOINT", "--max-new-tokens", "0"], "max_new_tokens is 0, allowed: whole numbers from 1 on"),
         (["generate", "CHECKPOINT", "--max-new-tokens", "5000"], "max_position_embeddings"),
         (["generate", "CHECKPOINT", "--devices", "3"], "allowed: 1, 2, 4 or 8"),
     ],

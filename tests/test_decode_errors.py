@@ -183,7 +183,8 @@ def test_silent_rank_is_named(model):
 )
 def test_wrong_ranks(ranks, message):
     model = make_model(one_layer(), 20, 1)
-    operand = jax.device_put(np.array(ranks, np.int32), model.weights.ranks.sharding)
+    operand = np.stack([ranks, np.zeros(8)], axis=1).astype(np.int32)
+    operand = jax.device_put(operand, model.weights.ranks.sharding)
     weights = dataclasses.replace(model.weights, ranks=operand)
     with pytest.raises(RuntimeFailure, match=message):
         step(weights, model.state(), [1])

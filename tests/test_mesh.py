@@ -31,11 +31,11 @@ def test_sizes(count):
         assert mesh.devices.size == count
         assert M.ranks_per_device(mesh) == 8 // count
         assert M.check_mesh(mesh) is mesh
-        ranks = M.ranks_array(mesh)
-        assert ranks.dtype == np.int32 and np.array_equal(ranks, np.arange(8))
+        ranks = M.ranks_array(mesh, 3)
+        assert ranks.dtype == np.int32 and np.array_equal(ranks, [[r, 3] for r in range(8)])
         assert ranks.sharding == M.rank_sharding(mesh)
         for shard, held in zip(ranks.addressable_shards, np.split(np.arange(8), count), strict=True):
-            assert np.array_equal(shard.data, held)
+            assert np.array_equal(shard.data[:, 0], held)
 
 
 def test_device_order_is_kept():
@@ -73,7 +73,7 @@ def test_foreign_meshes_are_accepted(count, name, kind):
     assert mesh == M.make_mesh(count)
     assert M.rank_sharding(foreign) == M.rank_sharding(mesh)
     assert M.replicated(foreign).spec == PartitionSpec()
-    assert np.array_equal(M.ranks_array(foreign), np.arange(8))
+    assert np.array_equal(M.ranks_array(foreign, 3)[:, 0], np.arange(8))
 
 
 def test_jax_make_mesh_is_accepted():
@@ -92,5 +92,5 @@ def test_refused_meshes():
 
 def test_arrays_of_a_foreign_mesh_mix_with_ours():
     explicit = jax.make_mesh((8,), ("rank",), axis_types=(AxisType.Explicit,))
-    ours = M.ranks_array(explicit)
-    assert int(jax.jit(lambda x: x.sum())(ours)) == 28
+    ours = M.ranks_array(explicit, 3)
+    assert int(jax.jit(lambda x: x.sum())(ours)) == 28 + 24

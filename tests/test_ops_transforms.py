@@ -374,10 +374,6 @@ def attend_with(**changes: object) -> object:
     return ops.attention(**operands, scale=1.0)  # type: ignore[arg-type]
 
 
-def bad_weight() -> jax.Array:
-    return bf16(2, 4, 32).at[1, 2, 3].set(jnp.nan)
-
-
 ERRORS: list[tuple[Callable, type[Exception], str]] = [
     (lambda: ops.gemm(f32(2, 128), W), TypeError, "gemm: x has dtype float32, expected bfloat16; cast it first"),
     (lambda: ops.gemm(3.0, W), TypeError, "gemm: x is a float, expected an array of bfloat16"),
@@ -550,11 +546,6 @@ ERRORS: list[tuple[Callable, type[Exception], str]] = [
     ),
     (lambda: ops.numerics("fma", f32(2)), ValueError, "numerics: fma takes 3 operands, got 1"),
     (lambda: ops.numerics("exp", bf16(2)), TypeError, "numerics exp: operand 0 has dtype bfloat16, expected float32"),
-    (
-        lambda: jax.block_until_ready(ops.quantize_weight(bad_weight())),
-        Exception,
-        "quantize_weight: tensor 1 has a weight that is NaN or infinite",
-    ),
 ]
 
 

@@ -75,8 +75,9 @@ ffi::Future layers_impl(ffi::RunId run, ffi::RemainingArgs args, ffi::RemainingR
     const Plan& p = member->operands.call.plan;
     const SharedPointers& s = member->operands.call.shared;
     for (int64_t i = 0; i < member->operands.count; ++i)  // without a silent rank the gang never completes
-      if (member->operands.ranks[i] != silent_rank) member->ranks.push_back(member->operands.ranks[i]);
+      if (member->operands.ranks[2 * i] != silent_rank) member->ranks.push_back(member->operands.ranks[2 * i]);
     uint64_t digest = hash_bytes(0xCBF29CE484222325ull, dims.begin(), dims.size() * sizeof(int64_t));
+    digest = hash_bytes(digest, &member->operands.ranks[1], sizeof(int32_t));  // the packing
     for (const int32_t* operand : {s.token, s.sequence, s.position})
       digest = hash_bytes(digest, operand, p.rows * sizeof(int32_t));
     digest = hash_bytes(digest, s.lengths, p.sequences * sizeof(int32_t));
@@ -127,15 +128,16 @@ ffi::Future head_impl(ffi::RunId run, S32 ranks, F32 stream, Bf16 gain, Bf16 lm_
                     {},
                     {},
                     {{token->typed_data(), nan->typed_data()}}};
-    member->ranks.assign(ranks.typed_data(), ranks.typed_data() + R);
     for (int64_t i = 0; i < R; ++i) {
-      const int32_t rank = ranks.typed_data()[i];
+      const int32_t rank = ranks.typed_data()[2 * i];
+      member->ranks.push_back(rank);
       if (rank < 0 || rank >= kRanks) continue;  // the gang reports it
       member->call.lm_head[rank] = bits(lm_head) + i * shape.lm_head_elements;
       member->call.logits[rank] = logits->typed_data() + i * T * shape.columns;
     }
     uint64_t digest = hash_bytes(0xCBF29CE484222325ull ^ 1, sequence.typed_data(), T * sizeof(int32_t));
     digest = hash_bytes(digest, stream.typed_data(), T * H * sizeof(float));
+    digest = hash_bytes(digest, &ranks.typed_data()[1], sizeof(int32_t));  // the packing
     const GangKey key{run.run_id, epoch.typed_data()[0], epoch.typed_data()[1], digest};
     return meet("decode_head", key, member, wait_limit, run_head);
   } catch (const std::exception& e) {

@@ -104,7 +104,7 @@ bool read_operands(const ffi::RemainingArgs& args, const ffi::RemainingRets& ret
   const auto at_least_one = [](int64_t n) { return n > 0 ? n : int64_t{1}; };  // an empty kind keeps one unused layer
   using ffi::DataType;
   SharedPointers& s = member->call.shared;
-  const int32_t* ranks = in.next<const int32_t>("ranks", DataType::S32, {R});
+  const int32_t* ranks = in.next<const int32_t>("ranks", DataType::S32, {R, 2});
   s.token = in.next<const int32_t>("token", DataType::S32, {T});
   s.sequence = in.next<const int32_t>("sequence", DataType::S32, {T});
   s.position = in.next<const int32_t>("position", DataType::S32, {T});
@@ -203,13 +203,14 @@ bool read_layers(ffi::Span<const int64_t> dims, ffi::Span<const float> scalars, 
 bool read_head(const S32& ranks, const F32& stream, const Bf16& gain, const Bf16& lm_head, const S32& sequence,
                const S32& epoch, const F32& logits, const S32& token, const ffi::Buffer<ffi::PRED>& nan, int64_t vocab,
                Check* check, HeadShape* out) {
-  check->rank("ranks", ranks, 1).rank("stream", stream, 2).multiple("vocab_size", vocab, kRanks);
+  check->rank("ranks", ranks, 2).rank("stream", stream, 2).multiple("vocab_size", vocab, kRanks);
   if (!check->ok()) return false;
   const int64_t R = ranks.dimensions()[0], T = stream.dimensions()[0], H = stream.dimensions()[1];
   const int64_t columns = vocab / kRanks, groups = (columns + 15) / 16;
   check->multiple("hidden_size", H, 128)
       .that(R > 0 && kRanks % R == 0, "ranks has " + std::to_string(R) + " entries, allowed: 1, 2, 4 or 8")
       .that(T >= 1 && T <= kMaxRows, "stream has " + std::to_string(T) + " rows, allowed: 1 to 64")
+      .shape("ranks", ranks, {R, 2})
       .shape("gain", gain, {H})
       .shape("lm_head", lm_head, {R, groups, H / 16, kTile})
       .shape("sequence", sequence, {T})

@@ -12,7 +12,7 @@ struct LayersOperands {
   StepCall call;               // without rank pointers; results holds this device's
   RankPointers local[kRanks];  // of the ranks that this device holds, in order
   int64_t count;               // how many
-  const int32_t* ranks;        // the operand that names them, in the device's memory
+  const int32_t* ranks;        // [count, 2], in the device's memory: the rank, and a number of the weights' packing
   int32_t* epoch;              // aliased
 };
 

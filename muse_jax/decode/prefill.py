@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import cast
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,16 +14,27 @@ from jax.sharding import NamedSharding, PartitionSpec
 from muse_jax.config import MuseSparkConfig
 from muse_jax.decode.rows import MAX_ROWS, chain_rows
 from muse_jax.decode.state import DecodeState
-from muse_jax.decode.step import StepOutput, Taps, run_head, run_layers
+from muse_jax.decode.step import StepOutput, Taps, check_state, run_head, run_layers
 from muse_jax.decode.weights import DecodeWeights
 from muse_jax.mesh import AXIS, RANKS
 
 
-def as_prompts(prompts: Sequence[int] | Sequence[Sequence[int]]) -> list[list[int]]:
-    """One prompt or several -> a list of prompts."""
-    if len(prompts) and isinstance(prompts[0], int | np.integer):
-        return [[int(token) for token in cast(Sequence[int], prompts)]]
-    return [[int(token) for token in prompt] for prompt in cast(Sequence[Sequence[int]], prompts)]
+def as_prompts(prompts: Any) -> list[list[int]]:
+    """One prompt (token ids) or several -> a list of prompts; lists, NumPy and JAX arrays all do.
+
+    Raises:
+        TypeError: neither, or ids that are not whole numbers.
+    """
+    try:
+        rows = [np.asarray(prompts)] if np.ndim(prompts[0]) == 0 else [np.asarray(p) for p in prompts]
+    except (TypeError, IndexError, ValueError):
+        rows = [np.asarray(p) for p in prompts] if isinstance(prompts, list | tuple) else [np.asarray(prompts)]
+    for row in rows:
+        if row.ndim != 1 or (row.size and not np.issubdtype(row.dtype, np.integer)):
+            raise TypeError(
+                f"prompts: given {prompts!r:.80}, expected token ids (whole numbers) of one prompt or of several"
+            )
+    return [[int(token) for token in row] for row in rows]
 
 
 def prefill(
@@ -52,6 +63,7 @@ def prefill(
     Raises:
         ValueError: wrong number of prompts, ids out of range, capacity exceeded, chunk out of range.
     """
+    check_state(weights, state)
     _check(weights.config, state, prompts, chunk)
     lengths = np.asarray(state.lengths)
     rows = [(t, b, lengths[b] + i) for b, prompt in enumerate(prompts) for i, t in enumerate(prompt)]
@@ -183,7 +195,7 @@ def _argmax(row: np.ndarray) -> int:
 def _check(
     config: MuseSparkConfig, state: DecodeState, prompts: Sequence[Sequence[int]], chunk: int = MAX_ROWS
 ) -> None:
-    if not 1 <= chunk <= MAX_ROWS:
+    if not isinstance(chunk, int | np.integer) or not 1 <= chunk <= MAX_ROWS:
         raise ValueError(f"chunk is {chunk}, allowed: 1 to {MAX_ROWS}")
     if len(prompts) != state.batch:
         raise ValueError(f"got {len(prompts)} prompts for a state of {state.batch} sequences; give one per sequence")

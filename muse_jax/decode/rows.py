@@ -70,12 +70,16 @@ def tree_rows(tokens: Sequence[int], parents: Sequence[int], *, length: int, seq
     count = len(tokens)
     if not 1 <= count <= MAX_ROWS or len(parents) != count:
         raise ValueError(f"a tree needs 1 to {MAX_ROWS} tokens and as many parents, got {count} and {len(parents)}")
+    ids = np.asarray(tokens)
+    if not np.issubdtype(ids.dtype, np.integer) or (ids < 0).any() or (ids > np.iinfo(np.int32).max).any():
+        raise ValueError(f"tokens is {list(tokens)}, expected token ids: whole numbers from 0 on")
     ancestors = np.eye(count, dtype=bool)
     position = np.full(count, length, np.int32)
     for node, parent in enumerate(parents):
         if not -1 <= parent < node:
-            raise ValueError(f"parents[{node}] is {parent}, allowed: -1 (a root) to {node - 1} (an earlier node)")
+            earlier = f" or 0 to {node - 1} (an earlier node)" if node else ""
+            raise ValueError(f"parents[{node}] is {parent}, allowed: -1 (a root){earlier}")
         if parent >= 0:
             ancestors[node] |= ancestors[parent]
             position[node] = position[parent] + 1
-    return Rows(np.asarray(tokens, np.int32), np.full(count, sequence, np.int32), position, ancestors)
+    return Rows(ids.astype(np.int32), np.full(count, sequence, np.int32), position, ancestors)

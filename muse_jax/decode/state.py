@@ -37,6 +37,9 @@ class DecodeState:
     """int32 [2]: an id that changes with what each call does, and the number of calls; aliased through every call,
     which orders them. It tells steps of different states, and of copies of one state, apart."""
 
+    config: MuseSparkConfig = dataclasses.field(metadata={"static": True})
+    mesh: Mesh = dataclasses.field(metadata={"static": True})
+
     @property
     def batch(self) -> int:
         """Number of sequences, B."""
@@ -54,10 +57,12 @@ class DecodeState:
 
 
 SPECS: dict[str, PartitionSpec] = {
-    field.name: RANK if field.name[:2] in ("k_", "v_") else REPLICATED for field in dataclasses.fields(DecodeState)
+    field.name: RANK if field.name[:2] in ("k_", "v_") else REPLICATED
+    for field in dataclasses.fields(DecodeState)
+    if "static" not in field.metadata
 }
 
-jax.tree_util.register_dataclass(DecodeState, list(SPECS), [])
+jax.tree_util.register_dataclass(DecodeState, list(SPECS), ["config", "mesh"])
 
 _ids = itertools.count(1)
 
@@ -86,6 +91,9 @@ def init_state(config: MuseSparkConfig, mesh: Mesh, *, batch: int = 1, capacity:
         ValueError: batch or capacity out of range (capacity may not exceed max_position_embeddings).
     """
     mesh = check_mesh(mesh)
+    for name, value in (("batch", batch), ("capacity", capacity)):
+        if not isinstance(value, int | np.integer) or isinstance(value, bool):
+            raise TypeError(f"{name} is {value!r}, expected a whole number")
     if not 1 <= batch <= MAX_ROWS:
         raise ValueError(f"batch is {batch}, allowed: 1 to {MAX_ROWS} (a step has at most {MAX_ROWS} rows)")
     if not 1 <= capacity <= config.max_position_embeddings:
@@ -114,4 +122,5 @@ def init_state(config: MuseSparkConfig, mesh: Mesh, *, batch: int = 1, capacity:
         k_ring=zeros("ring", "k_ring"), v_ring=zeros("ring", "v_ring"),
         lengths=put("lengths", np.zeros(batch, np.int32)), rope=put("rope", rope),
         epoch=put("epoch", np.array([next(_ids), 0], np.int32)),
+        config=config, mesh=mesh,
     )  # fmt: skip

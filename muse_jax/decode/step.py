@@ -1,12 +1,15 @@
 """The fused decode step: two custom calls over the mesh, one for the layers and one for the head."""
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 from jax.sharding import PartitionSpec
+from jax.typing import ArrayLike
 
 from muse_jax import _native  # noqa: F401  registers the handlers
 from muse_jax.config import MuseSparkConfig
@@ -56,7 +59,7 @@ class StepOutput:
     token: jax.Array
     """int32 [T]: the greedy choice; ties go to the lowest id."""
     nan: jax.Array
-    """bool [T]: the row's logits hold a NaN (then all of its logits are NaN)."""
+    """bool [T]: some logit of the row is NaN."""
 
 
 jax.tree_util.register_dataclass(StepOutput, ["logits", "token", "nan"], [])
@@ -160,7 +163,13 @@ def run_head(
         wait_limit: as in `run_layers`.
     """
     config, mesh = weights.config, weights.mesh
-    count = stream.shape[0]
+    check_state(weights, state)
+    count = rows.token.shape[0]
+    if stream.shape != (count, config.hidden_size) or stream.dtype != jnp.float32:
+        given = f"{stream.dtype}{list(stream.shape)}"
+        raise ValueError(
+            f"stream is {given}, expected float32[{count}, {config.hidden_size}]: what run_layers returned"
+        )
 
     def call(ranks, stream, gain, lm_head, sequence, epoch):
         local = ranks.shape[0]
@@ -191,7 +200,7 @@ def run_head(
 
 
 def decode_step(
-    weights: DecodeWeights, state: DecodeState, tokens: jax.Array, active: jax.Array | None = None
+    weights: DecodeWeights, state: DecodeState, tokens: ArrayLike | Sequence[int], active: ArrayLike | None = None
 ) -> tuple[StepOutput, DecodeState]:
     """One new token for every sequence: two custom calls.
 
@@ -207,8 +216,16 @@ def decode_step(
     Returns:
         (output with one row per sequence, state).
     """
+    check_state(weights, state)
+    if not isinstance(tokens, Tracer):  # a traced token is checked inside the call
+        check_tokens(weights, "tokens", tokens)
+    tokens = jnp.asarray(tokens, jnp.int32)
     if tokens.shape != (state.batch,):
         raise ValueError(f"tokens has shape {tokens.shape}, expected ({state.batch},): one token per sequence")
+    if active is not None:
+        active = jnp.asarray(active)
+        if active.shape != (state.batch,) or active.dtype != jnp.bool_:
+            raise ValueError(f"active is {active.dtype}{list(active.shape)}, expected bool[{state.batch}]")
     rows = next_rows(state.lengths, tokens, active)
     stream, state, _ = run_layers(weights, state, rows)
     output = run_head(weights, state, rows, stream)
@@ -262,7 +279,40 @@ def _kinds(c: MuseSparkConfig) -> np.ndarray:
     )
 
 
+def check_state(weights: DecodeWeights, state: DecodeState) -> None:
+    """Raise unless the state belongs to the weights' model and mesh and has not been given away."""
+    if not isinstance(state, DecodeState):
+        raise TypeError(
+            f"state is a {type(state).__name__}, expected the DecodeState of init_state or of the last step"
+        )
+    if state.config != weights.config or state.mesh != weights.mesh:
+        what = "model" if state.config != weights.config else "mesh"
+        raise ValueError(
+            f"the state was made for another {what} than the weights; make one with init_state of this model"
+        )
+    if not isinstance(state.epoch, Tracer) and state.epoch.is_deleted():
+        raise ValueError("this state was consumed by an earlier step; use the state that the step returned")
+
+
+def check_tokens(weights: DecodeWeights, name: str, tokens: Any) -> None:
+    """Raise unless tokens are integers and, where their values are known, ids of the vocabulary."""
+    array = tokens if isinstance(tokens, jax.Array) else np.asarray(tokens)
+    if not np.issubdtype(array.dtype, np.integer):
+        raise TypeError(f"{name} has dtype {array.dtype}, expected integers")
+    if isinstance(array, Tracer):
+        return
+    vocab, values = weights.config.vocab_size, np.asarray(array)
+    wrong = values[(values < 0) | (values >= vocab)]
+    if wrong.size:
+        raise ValueError(f"{name} holds {int(wrong.flat[0])}, allowed: 0 to {vocab - 1} (vocab_size {vocab})")
+
+
 def _check(c: MuseSparkConfig, weights, state, rows, begin: int, end: int, stream) -> None:
+    check_state(weights, state)
+    if not isinstance(rows, Rows):
+        raise TypeError(
+            f"rows is a {type(rows).__name__}, expected Rows: next_rows, chain_rows and tree_rows make them"
+        )
     count = rows.token.shape[0]
     if not 1 <= count <= MAX_ROWS:
         raise ValueError(f"a step has {count} rows, allowed: 1 to {MAX_ROWS}; split longer prompts into chunks")
@@ -279,10 +329,3 @@ def _check(c: MuseSparkConfig, weights, state, rows, begin: int, end: int, strea
     if begin and (stream is None or stream.shape != (count, c.hidden_size) or stream.dtype != jnp.float32):
         given = "nothing" if stream is None else f"{stream.dtype}{list(stream.shape)}"
         raise ValueError(f"layers from {begin} on need stream float32[{count}, {c.hidden_size}], got {given}")
-    heads = c.num_key_value_heads // 8
-    expected = (8, None, state.batch, heads, state_module.ring_slots(c.sliding_window), c.head_dim)
-    if any(e is not None and e != g for e, g in zip(expected, state.k_ring.shape, strict=True)):
-        raise ValueError(
-            f"the state's ring cache has shape {list(state.k_ring.shape)}, the weights' model needs {list(expected)}; "
-            "make the state with init_state of the same configuration"
-        )

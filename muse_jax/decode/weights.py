@@ -61,7 +61,7 @@ class DecodeWeights:
     lm_head: jax.Array
     """bf16 fragments [8, ceil(V/8/16), H/16, 256], padded with zero rows."""
     ranks: jax.Array
-    """int32 [8]: 0..7, sharded; tells each device which ranks it holds."""
+    """int32 [8, 2], sharded: rank and a number of this packing (`muse_jax.mesh.ranks_array`)."""
     config: MuseSparkConfig = dataclasses.field(metadata={"static": True})
     mesh: Mesh = dataclasses.field(metadata={"static": True})
     communicator: Communicator = dataclasses.field(metadata={"static": True})

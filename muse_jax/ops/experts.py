@@ -170,8 +170,8 @@ def expert_ffn_masters(
     """``expert_ffn_nvfp4`` on bf16 masters, quantised here (gate and up halves as separate tensors).
 
     Operands as in ``expert_ffn`` and ``input_scales`` as in ``expert_ffn_nvfp4``. Gradients flow to ``x`` and straight
-    through the quantisation to ``w13`` and ``w2``. A master that is not finite is an error on the CPU and makes its
-    expert's results NaN on a GPU. Contract sections 5, 7 (MoE 4) and 8.
+    through the quantisation to ``w13`` and ``w2``. A master that is not finite makes its expert's results NaN.
+    Contract sections 5, 7 (MoE 4) and 8.
     """
     op = "expert_ffn_masters"
     operands = _check_rows(op, x, experts, first)

@@ -58,8 +58,8 @@ def quantize_weight(w: Array) -> tuple[Array, Array, Array]:
     """Weights to NVFP4 by ModelOpt's formula, every leading index a tensor of its own.
 
     ``w`` bf16 [..., N, K], K a multiple of 16 -> codes uint8 [..., N, K/2], scales float8_e4m3fn [..., N, K/16] and
-    weight_scale_2 fp32 [...]. A weight that is not finite is an error on the CPU; a GPU, which cannot raise, gives its
-    tensor the weight_scale_2 NaN, scales of NaN (0x7F) and codes of 0, so that what uses it becomes NaN. No gradient
+    weight_scale_2 fp32 [...]. A weight that is not finite gives its tensor the
+    weight_scale_2 NaN, scales of NaN (0x7F) and codes of 0, so that what uses it becomes NaN. No gradient
     (``expert_ffn_masters`` passes one straight through). Contract section 8.
     """
     check_dtype("quantize_weight", "w", w, BF16)

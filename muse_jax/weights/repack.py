@@ -4,6 +4,7 @@ The tile order is defined in `ffi/decode/layout.h`; the arrays in docs/architect
 """
 
 import functools
+import itertools
 from collections.abc import Mapping
 
 import jax
@@ -19,6 +20,7 @@ from muse_jax.mesh import AXIS, RANKS, check_mesh, ranks_array
 from muse_jax.weights.names import check_params
 
 TILE = 16
+_packings = itertools.count(1)
 
 
 def repack(
@@ -44,7 +46,9 @@ def repack(
         raise ValueError("cannot repack these parameters:\n  " + "\n  ".join(problems))
     arrays = _compiled(config, mesh)(dict(params))
     communicator = Communicator(config, mesh) if communicator is None else communicator
-    return DecodeWeights(**arrays, ranks=ranks_array(mesh), config=config, mesh=mesh, communicator=communicator)
+    return DecodeWeights(
+        **arrays, ranks=ranks_array(mesh, next(_packings)), config=config, mesh=mesh, communicator=communicator
+    )
 
 
 @functools.lru_cache(maxsize=16)
@@ -200,7 +204,10 @@ def _pack(config: MuseSparkConfig, mesh: Mesh, params: dict[str, jax.Array]) -> 
         return fragments(jnp.concatenate([_row_shards(w) for w in ws], axis=1))
 
     head = _row_shards(params["lm_head.weight"])
-    head = jnp.pad(head, ((0, 0), (0, -head.shape[1] % TILE), (0, 0)))
+    # Not jnp.pad: XLA:CPU fuses its select with the final bitcast and converts through fp32, flushing subnormals.
+    rows = jnp.arange(head.shape[1] + -head.shape[1] % TILE)
+    inside = (rows < head.shape[1]).astype(head.dtype)
+    head = jnp.take(head, jnp.minimum(rows, head.shape[1] - 1), axis=1) * inside[None, :, None]
     attention = [f"self_attn.{n}_proj.weight" for n in ("q", "k", "v", "gate")]
     packed = {
         "embed": _row_shards(params["embed_tokens.weight"]),

@@ -17,13 +17,11 @@ __device__ __forceinline__ int64_t permuted(int64_t k) {
   return (k & ~int64_t{15}) + ((k & 7) >> 1) * 4 + ((k >> 3) & 1) * 2 + (k & 1);
 }
 
-// Weights are read once and by one warp: keep them out of L1. Not volatile, so that the compiler may issue the loads of the
-// next tiles before the products of this one; the data is constant for the whole launch.
+// Weights are read once and by one warp: keep them out of L1. Not volatile, so that the compiler may issue the loads of
+// the next tiles before the products of this one; the data is constant for the whole launch.
 __device__ __forceinline__ uint4 load_stream16(const void* p) {
   uint4 v;
-  asm("ld.global.nc.L1::no_allocate.v4.u32 {%0,%1,%2,%3}, [%4];"
-               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
-               : "l"(p));
+  asm("ld.global.nc.L1::no_allocate.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p));
   return v;
 }
 

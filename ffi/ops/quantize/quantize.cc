@@ -34,12 +34,14 @@ Status quantize_weight(Stream, int64_t tensors, int64_t rows, int64_t inner, con
   for (int64_t g = 0; g < tensors; ++g) {
     const uint16_t* first = row_largest.data() + g * rows;
     const uint16_t amax = rows == 0 ? uint16_t{0} : *std::max_element(first, first + rows);
-    if (!bf16_finite(amax))
-      return {"quantize_weight: tensor " + std::to_string(g) + " has a weight that is NaN or infinite, which NVFP4 " +
-              "cannot hold; repair the weights first"};
-    weight_scale_2[g] = amax == 0 ? 1.0f : from_bf16(amax) / 2688.0f;
+    weight_scale_2[g] = !bf16_finite(amax) ? nan32() : amax == 0 ? 1.0f : from_bf16(amax) / 2688.0f;
   }
   parallel_for(tensors * rows, [&](int64_t row) {
+    if (is_nan(weight_scale_2[row / rows])) {
+      memset(codes + row * inner / 2, 0, inner / 2);
+      memset(scales + row * inner / 16, kNan8, inner / 16);
+      return;
+    }
     weight_row(w + row * inner, inner, weight_scale_2[row / rows], codes + row * inner / 2, scales + row * inner / 16);
   });
   return {};
