@@ -397,18 +397,3 @@ def test_a_thousand_steps_leave_no_memory_behind():
     state, token = many(state, token, 1000)
     assert resident() - before < 4
     assert state.lengths.tolist() == [1300]
-
-
-def test_two_sets_of_weights_on_one_state():
-    """One program steps the same state with two models of one shape: neither may answer for the other."""
-    config = small(num_hidden_layers=1, layer_types=("full_attention",), layer_rope_theta=(0.0,), expert_formats=("bf16",))
-    mesh = make_mesh(8)
-    models = [LanguageModel(config, random_params(config, seed, mesh), mesh) for seed in (1, 2)]
-    _, state = models[0].prefill(models[0].init_state(capacity=16), [1, 2])
-    token = jnp.array([3], jnp.int32)
-    weights = tuple(m.weights for m in models)
-    alone = [np.asarray(jax.jit(decode.decode_step)(w, state, token)[0].logits) for w in weights]
-    both = jax.jit(lambda weights, state, token: [decode.decode_step(w, state, token)[0].logits for w in weights])
-    for _ in range(60):
-        found = [np.asarray(x) for x in both(weights, state, token)]
-        assert all(a.tobytes() == b.tobytes() for a, b in zip(found, alone, strict=True))
