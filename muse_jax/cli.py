@@ -109,7 +109,7 @@ def parity(
     weights = model.weights
     if flip is not None:
         params, described = flip_bit(model.params, flip)
-        weights = repack(model.config, params, model.mesh)
+        weights = repack(model.config, params, model.mesh, weights.communicator)
         out.print(f"flipped on the decoding side: {described}")
     report = run_parity(model, _encode(model, prompt), steps=steps, weights=weights)
     table = Table(Column("tap", min_width=35), "bytes", "differing", "first at", "max ulp")

@@ -8,6 +8,8 @@ namespace muse {
 
 namespace fsum16_detail {
 
+constexpr int kNoExponent = -100000;  // below every term's: there is none yet
+
 struct Term {
   int64_t significand;  // signed; value = significand * 2^(exponent - fraction bits)
   int exponent;
@@ -66,7 +68,7 @@ MUSE_FN float fsum16(float acc, const uint16_t* a, const uint16_t* b, Operand ki
   const int product_bits = kind == Operand::kBf16 ? 14 : 20;
   const Term c = decode32(acc);
   bool nan = c.nan, plus = c.infinite && !c.negative, minus = c.infinite && c.negative;
-  int largest = c.significand != 0 ? c.exponent : -100000;
+  int largest = c.significand != 0 ? c.exponent : kNoExponent;
   int64_t product[16];
   int exponent[16];
   for (int i = 0; i < 16; ++i) {
@@ -81,7 +83,7 @@ MUSE_FN float fsum16(float acc, const uint16_t* a, const uint16_t* b, Operand ki
   }
   if (nan || (plus && minus)) return bit_cast<float>(kNan32);
   if (plus || minus) return bit_cast<float>(plus ? 0x7F800000u : 0xFF800000u);
-  if (largest == -100000) return 0.0f;  // nothing but zeros
+  if (largest == kNoExponent) return 0.0f;  // nothing but zeros
   int64_t sum = scale_truncated(c.significand, c.exponent - 23 - (largest - 25));
   for (int i = 0; i < 16; ++i)
     if (product[i] != 0) sum += scale_truncated(product[i], exponent[i] - product_bits - (largest - 25));

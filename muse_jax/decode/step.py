@@ -217,8 +217,7 @@ def decode_step(
         (output with one row per sequence, state).
     """
     check_state(weights, state)
-    if not isinstance(tokens, Tracer):  # a traced token is checked inside the call
-        check_tokens(weights, "tokens", tokens)
+    check_tokens(weights, "tokens", tokens)
     tokens = jnp.asarray(tokens, jnp.int32)
     if tokens.shape != (state.batch,):
         raise ValueError(f"tokens has shape {tokens.shape}, expected ({state.batch},): one token per sequence")
@@ -299,7 +298,7 @@ def check_tokens(weights: DecodeWeights, name: str, tokens: Any) -> None:
     array = tokens if isinstance(tokens, jax.Array) else np.asarray(tokens)
     if not np.issubdtype(array.dtype, np.integer):
         raise TypeError(f"{name} has dtype {array.dtype}, expected integers")
-    if isinstance(array, Tracer):
+    if isinstance(array, Tracer):  # its values are checked inside the call
         return
     vocab, values = weights.config.vocab_size, np.asarray(array)
     wrong = values[(values < 0) | (values >= vocab)]
