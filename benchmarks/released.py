@@ -14,6 +14,7 @@ from muse_jax.comm import Communicator
 from muse_jax.decode import DecodeWeights
 from muse_jax.decode.weights import SPECS
 from muse_jax.mesh import ranks_array
+from muse_jax.weights.repack import PANEL_BYTES, SEGMENTS, panel_count
 
 
 def slice_config(layers: int) -> MuseSparkConfig:
@@ -48,10 +49,10 @@ def random_decode_weights(config: MuseSparkConfig, mesh, seed: int = 0) -> Decod
         "w2_bf16": ((8, max(plain, 1), e, *w2, 256), 1 / math.sqrt(i)),
         "lm_head": ((8, -(-v // 16), h // 16, 256), 0.5 / math.sqrt(h)),
     }
-    codes = {
-        "w13_codes": (8, max(quantised, 1), e, *w13, 32), "w2_codes": (8, max(quantised, 1), e, *w2, 32),
-        "w13_scales": (8, max(quantised, 1), e, *w13, 16), "w2_scales": (8, max(quantised, 1), e, *w2, 16),
-    }  # fmt: skip
+    panels = {
+        "w13_fp4": (8, max(quantised, 1), e, w13[0], SEGMENTS, panel_count(m), PANEL_BYTES),
+        "w2_fp4": (8, max(quantised, 1), e, w2[0], SEGMENTS, panel_count(i), PANEL_BYTES),
+    }
     keys = iter(jax.random.split(jax.random.key(seed), 64))
 
     def make(name, function):
@@ -66,12 +67,12 @@ def random_decode_weights(config: MuseSparkConfig, mesh, seed: int = 0) -> Decod
 
         return f
 
-    def scale_bits(shape, key):
-        # e4m3 codes 0x28 to 0x37: scales 0.25 to 1.875 times a power of two
-        bits = 0x28 + (jax.random.bits(key, shape, jnp.uint8) & 15)
-        return lax.bitcast_convert_type(bits, jnp.float8_e4m3fn)
+    def panel_bytes(shape, key):
+        # Codes of any value, then scales from 0x28 to 0x37, which are 0.25 to 0.9375.
+        bits = jax.random.bits(key, shape, jnp.uint8)
+        return jnp.where(lax.broadcasted_iota(jnp.uint16, shape, len(shape) - 1) < 1024, bits, 0x28 + (bits & 15))
 
-    unused = {"w13_bf16": not plain, "w2_bf16": not plain} | dict.fromkeys(codes, not quantised)
+    unused = {"w13_bf16": not plain, "w2_bf16": not plain}
     arrays = {}
     for name, (shape, std) in dense.items():
         arrays[name] = (
@@ -79,13 +80,8 @@ def random_decode_weights(config: MuseSparkConfig, mesh, seed: int = 0) -> Decod
             if unused.get(name)
             else make(name, normal(shape, std))
         )
-    for name, shape in codes.items():
-        bits = (
-            functools.partial(scale_bits, shape)
-            if "scales" in name
-            else lambda k, s=shape: jax.random.bits(k, s, jnp.uint32)
-        )
-        arrays[name] = make(name, bits)
+    for name, shape in panels.items():
+        arrays[name] = make(name, functools.partial(panel_bytes, shape))
     beta = 0.16
     gates = jnp.array([math.sqrt(1 - beta**2), beta] * 2, jnp.float32)[None, :, None]
     arrays |= {

@@ -90,6 +90,18 @@ def test_window_ring_and_chunk_boundaries():
     assert_values({"logits": got[0]["logits"][:140]}, model.oracle(tokens[:140]))
 
 
+@pytest.mark.parametrize("activations", ["bf16", "nvfp4"])
+def test_wide_experts(activations):
+    """GEMMs whose segments are one full NVFP4 panel, and two of which the second is nearly empty."""
+    config = one_layer(expert_formats=("nvfp4",), moe_hidden_size=1024, moe_intermediate_size=1152,
+                       activation_format=activations)  # fmt: skip
+    model = make_model(config, 2)
+    (tokens,) = texts(model, 2, 3)
+    got, _ = decode_all(model, [tokens], [2], chunk=2)
+    assert_values(got[0], model.oracle(tokens))
+    assert_values(got[0], {name: x[0] for name, x in model.reference(tokens[None]).items()})
+
+
 # Batches -------------------------------------------------------------------------------------------------------------
 
 

@@ -48,8 +48,23 @@ def matrix(tiles: np.ndarray) -> np.ndarray:
     return out.reshape(*lead, 16 * n, 16 * k)
 
 
-def codes(words: np.ndarray) -> np.ndarray:
-    """uint32 [..., N/16, K/16, 32] -> packed codes uint8 [..., N, K/2]."""
+# Bytes of a panel, by block: the words of its lanes and the scales of its rows.
+_BLOCK = np.arange(8)[:, None]
+WORD = ((_BLOCK // 4) * 32 + np.arange(32)) * 16 + (_BLOCK % 4) * 4
+SCALE = 1024 + (np.arange(16) % 8) * 16 + _BLOCK * 2 + np.arange(16) // 8
+
+
+def blocks(panels: np.ndarray, k: int, at: np.ndarray) -> np.ndarray:
+    """[..., 8 segments, panels, 1152] -> those bytes of every block, [..., K/16, len(at)]."""
+    count = k // 128
+    found = panels[..., at].reshape(*panels.shape[:-2], -1, at.shape[1])
+    assert not found[..., count:, :].any()  # padding
+    return found[..., :count, :].reshape(*panels.shape[:-3], k // 16, at.shape[1])
+
+
+def codes(panels: np.ndarray, k: int) -> np.ndarray:
+    """[..., N/16, 8 segments, panels, 1152] -> packed codes uint8 [..., N, K/2]."""
+    words = np.stack([blocks(panels, k, WORD + i) for i in range(4)], axis=-1).view("<u4")[..., 0]
     out = np.empty((*words.shape, 8), np.uint8)
     for half in range(2):  # the low half has the first number of each pair
         bits = (words >> (16 * half)) & 0xFFFF
@@ -58,9 +73,10 @@ def codes(words: np.ndarray) -> np.ndarray:
     return pack_nibbles(matrix(out.reshape(*words.shape[:-1], 256)))
 
 
-def scales(tiles: np.ndarray) -> np.ndarray:
-    """[..., N/16, K/16, 16] -> [..., N, K/16]."""
-    return np.moveaxis(tiles, -1, -2).reshape(*tiles.shape[:-3], -1, tiles.shape[-2])
+def scales(panels: np.ndarray, k: int) -> np.ndarray:
+    """[..., N/16, 8 segments, panels, 1152] -> [..., N, K/16]."""
+    tiles = np.moveaxis(blocks(panels, k, SCALE), -1, -2)
+    return tiles.reshape(*tiles.shape[:-3], -1, tiles.shape[-1])
 
 
 def rows_back(x: np.ndarray) -> np.ndarray:
@@ -115,13 +131,14 @@ def unpacked(config, weights) -> dict[str, np.ndarray]:
             out[experts + "gate_up_proj"] = gate_up_back(matrix(w["w13_bf16"][:, at]))
             out[experts + "down_proj"] = down_back(matrix(w["w2_bf16"][:, at]))
         else:
-            out[experts + "gate_up_proj"] = gate_up_back(codes(w["w13_codes"][:, at]))
-            out[experts + "gate_up_proj_weight_scale"] = gate_up_back(scales(w["w13_scales"][:, at]))
+            w13, w2 = (w["w13_fp4"][:, at], config.moe_hidden_size), (w["w2_fp4"][:, at], config.moe_intermediate_size)
+            out[experts + "gate_up_proj"] = gate_up_back(codes(*w13))
+            out[experts + "gate_up_proj_weight_scale"] = gate_up_back(scales(*w13))
             out[experts + "gate_up_proj_weight_scale_2"] = w["scale_2"][i][:, :2]
-            out[experts + "down_proj"] = down_back(codes(w["w2_codes"][:, at]))
-            out[experts + "down_proj_weight_scale"] = down_back(scales(w["w2_scales"][:, at]))
+            out[experts + "down_proj"] = down_back(codes(*w2))
+            out[experts + "down_proj_weight_scale"] = down_back(scales(*w2))
             out[experts + "down_proj_weight_scale_2"] = w["scale_2"][i][:, 2]
-    stacks = {"bf16": ("w13_bf16", "w2_bf16"), "nvfp4": ("w13_codes", "w2_codes", "w13_scales", "w2_scales")}
+    stacks = {"bf16": ("w13_bf16", "w2_bf16"), "nvfp4": ("w13_fp4", "w2_fp4")}
     for kind, names in stacks.items():
         for name in names:
             assert w[name].shape[1] == max(count[kind], 1)
@@ -157,6 +174,18 @@ def test_everything_comes_back(seed):
     """Every parameter but the norms' and gates' weights, from random bits, on 1, 2, 4 and 8 devices in turn."""
     config, mesh = drawn(seed), make_mesh((1, 2, 4, 8, 8)[seed % 5])
     params = random_bits(config, seed, mesh)
+    check_everything(config, params, mesh)
+
+
+@pytest.mark.parametrize("devices", [1, 8])
+def test_panels_come_back(devices):
+    """Segments of one full panel, and of two of which one block of the second is in use."""
+    config = small(expert_formats=("nvfp4",) * 2, moe_hidden_size=1024, moe_intermediate_size=1152)
+    mesh = make_mesh(devices)
+    check_everything(config, random_bits(config, 60, mesh), mesh)
+
+
+def check_everything(config, params, mesh) -> None:
     got = unpacked(config, repack(config, params, mesh))
     # What the packed form holds in another form: gains, gate coefficients, and of the input scales only the largest.
     other = ("layernorm.weight", "expert_norm.weight", "residual_gate.gate", "_input_scale")
@@ -176,6 +205,24 @@ def test_tiles_are_as_documented():
     word = np.asarray(repack_module.code_fragments(jnp.asarray(pack_nibbles(number))))[0, 0]
     assert word[13] == (1 << 15 | 0b101 << 9) | (0b110 << 9) << 16
     assert np.count_nonzero(word) == 1
+
+
+def test_panels_are_as_documented():
+    """By hand: two codes and two scales of a 32 x 1152 matrix, whose segments have nine blocks."""
+    number, scale = np.zeros((32, 1152), np.uint8), np.zeros((32, 72), np.uint8)
+    number[16 + 3, 144 * 2 + 16 * 6 + 2] = 0b1101  # second group, third segment, its block 6, lane 13 as above
+    scale[16 + 11, 9 * 2 + 6] = 0x7F
+    number[5, 144 + 128 + 1] = 1  # first group, second segment, block 0 of its second panel, lane 20, high half
+    scale[5, 9 + 8] = 0x80
+    got = np.asarray(repack_module.panels(jnp.asarray(pack_nibbles(number)), jnp.asarray(scale)))
+    assert got.shape == (2, 8, 2, 1152)
+    word = (32 + 13) * 16 + 2 * 4
+    want = np.zeros_like(got)
+    want[1, 2, 0, word + 1] = (1 << 15 | 0b101 << 9) >> 8
+    want[1, 2, 0, 1024 + 3 * 16 + 6 * 2 + 1] = 0x7F
+    want[0, 1, 1, 20 * 16 + 3] = 1 << 9 >> 8
+    want[0, 1, 1, 1024 + 5 * 16] = 0x80
+    assert np.array_equal(got, want)
 
 
 @pytest.mark.parametrize("devices", [1, 4])

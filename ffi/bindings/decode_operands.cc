@@ -136,13 +136,10 @@ bool read_operands(const ffi::RemainingArgs& args, const ffi::RemainingRets& ret
                 lq = at_least_one(quantized);
   const auto* w13_bf16 = in.next<const uint16_t>("w13_bf16", DataType::BF16, {R, lb, E, w13_groups, M / 16, kTile});
   const auto* w2_bf16 = in.next<const uint16_t>("w2_bf16", DataType::BF16, {R, lb, E, w2_groups, I / 16, kTile});
-  const auto* w13_codes =
-      in.next<const uint32_t>("w13_codes", DataType::U32, {R, lq, E, w13_groups, M / 16, kTileWords});
-  const auto* w13_scales =
-      in.next<const uint8_t>("w13_scales", DataType::F8E4M3FN, {R, lq, E, w13_groups, M / 16, kTileScales});
-  const auto* w2_codes = in.next<const uint32_t>("w2_codes", DataType::U32, {R, lq, E, w2_groups, I / 16, kTileWords});
-  const auto* w2_scales =
-      in.next<const uint8_t>("w2_scales", DataType::F8E4M3FN, {R, lq, E, w2_groups, I / 16, kTileScales});
+  const auto* w13_fp4 =
+      in.next<const uint8_t>("w13_fp4", DataType::U8, {R, lq, E, w13_groups, kSegments, Plan::panels(M), kPanelBytes});
+  const auto* w2_fp4 =
+      in.next<const uint8_t>("w2_fp4", DataType::U8, {R, lq, E, w2_groups, kSegments, Plan::panels(I), kPanelBytes});
   s.scale_2 = in.next<const float>("scale_2", DataType::F32, {L, E, 3});
   s.input_scales = in.next<const float>("input_scales", DataType::F32, {L, 2});
 
@@ -179,10 +176,8 @@ bool read_operands(const ffi::RemainingArgs& args, const ffi::RemainingRets& ret
     r.post_expert = share(post, p.post_expert(L));
     r.w13_bf16 = share(w13_bf16, lb * w13_tiles * kTile);
     r.w2_bf16 = share(w2_bf16, lb * w2_tiles * kTile);
-    r.w13_codes = share(w13_codes, lq * w13_tiles * kTileWords);
-    r.w13_scales = share(w13_scales, lq * w13_tiles * kTileScales);
-    r.w2_codes = share(w2_codes, lq * w2_tiles * kTileWords);
-    r.w2_scales = share(w2_scales, lq * w2_tiles * kTileScales);
+    r.w13_fp4 = share(w13_fp4, lq * E * w13_groups * Plan::fp4_group(M));
+    r.w2_fp4 = share(w2_fp4, lq * E * w2_groups * Plan::fp4_group(I));
     const int64_t per_layer = B * p.kv_rank() * kHeadDim;
     r.k_full = share(updated[0], full_shape[0] * per_layer * p.capacity);
     r.v_full = share(updated[1], full_shape[0] * per_layer * p.capacity);

@@ -1,5 +1,5 @@
-// Fragment order of the decode weights: one 16 x 16 tile is stored as the 32 lanes of mma.m16n8k16 hold its A operand,
-// so that a GPU warp loads a tile with one 16-byte (bf16) or 4-byte (NVFP4) access per lane and no shuffle. The CPU
+// Fragment order of the decode weights: a 16 x 16 tile is stored as the 32 lanes of mma.m16n8k16 hold its A operand, so
+// that a GPU warp needs no shuffle and every access is 16 bytes per lane: one bf16 tile, or four NVFP4 tiles. The CPU
 // reads the same bytes (cpu/fragments.h). docs/architecture.md draws the picture; muse_jax/weights/repack.py writes it.
 #pragma once
 
@@ -7,9 +7,18 @@
 
 namespace muse {
 
-constexpr int64_t kTile = 256;       // elements of a 16 x 16 tile
-constexpr int64_t kTileWords = 32;   // 32-bit words of an NVFP4 tile
-constexpr int64_t kTileScales = 16;  // e4m3 scales of an NVFP4 tile, one per row
+constexpr int64_t kTile = 256;  // elements of a 16 x 16 tile
+
+// An NVFP4 panel is 16 rows x 128 k, eight blocks of 16 k: 1024 bytes of codes and then their 128 e4m3 scales, one
+// piece of memory that a single bulk copy brings in. A segment is whole panels, the last one filled up with zeros, so
+// that every segment starts a panel; at the released sizes nothing is filled up.
+constexpr int64_t kPanelBlocks = 8, kPanelBytes = 1152;
+
+// Byte of the 32-bit code word of a lane: its words of four blocks are neighbours, one 16-byte load.
+MUSE_FN int64_t panel_code(int block, int lane) { return ((block / 4) * 32 + lane) * 16 + (block % 4) * 4; }
+
+// Byte of a scale: the scales of rows g and g + 8, which lane 4g + t needs, of all eight blocks are one 16-byte load.
+MUSE_FN int64_t panel_scale(int block, int row) { return 1024 + (row % 8) * 16 + block * 2 + row / 8; }
 
 // Lane 4g + t, register j, half p of the A operand hold element (row g + 8 (j & 1), k 2t + p + 8 (j >> 1)).
 MUSE_FN int fragment_row(int g, int j) { return g + 8 * (j & 1); }

@@ -7,6 +7,7 @@
 
 #include "ffi/comm/ranks.h"
 #include "ffi/decode/layout.h"
+#include "ffi/numerics/reduce.h"
 
 namespace muse {
 
@@ -47,12 +48,22 @@ struct Plan {
   MUSE_FN int64_t router(int64_t l) const { return l * experts_rank() * hidden; }
   MUSE_FN int64_t pre_expert(int64_t l) const { return l * moe_columns() * hidden; }
   MUSE_FN int64_t post_expert(int64_t l) const { return l * hidden * moe_columns(); }
-  // Tile index of expert e in the stacked expert arrays of its kind (multiply by the tile's size).
+  // Tile index of expert e in the stacked bf16 expert arrays (multiply by the tile's size).
   MUSE_FN int64_t w13_tile(int64_t l, int64_t e) const {
     return (kind[l].experts * experts + e) * (2 * inner_columns() / 16) * (moe_hidden / 16);
   }
   MUSE_FN int64_t w2_tile(int64_t l, int64_t e) const {
     return (kind[l].experts * experts + e) * (moe_columns() / 16) * (moe_inner / 16);
+  }
+  // NVFP4 panels per segment of a GEMM over k; segments and then 16-row groups follow each other.
+  static MUSE_FN int64_t panels(int64_t k) { return (k / kSegments / 16 + kPanelBlocks - 1) / kPanelBlocks; }
+  static MUSE_FN int64_t fp4_group(int64_t k) { return kSegments * panels(k) * kPanelBytes; }
+  // Byte offset of a 16-row group of expert e in the stacked NVFP4 arrays; w13 alternates gate and up groups.
+  MUSE_FN int64_t w13_fp4(int64_t l, int64_t e, int64_t group) const {
+    return ((kind[l].experts * experts + e) * (2 * inner_columns() / 16) + group) * fp4_group(moe_hidden);
+  }
+  MUSE_FN int64_t w2_fp4(int64_t l, int64_t e, int64_t group) const {
+    return ((kind[l].experts * experts + e) * (moe_columns() / 16) + group) * fp4_group(moe_inner);
   }
 
   // KV caches: [layer of its kind, sequence, kv head of the rank, slot, 64].

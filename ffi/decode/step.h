@@ -12,8 +12,7 @@ namespace muse {
 // One rank's share of the weights and caches (docs/architecture.md, "DecodeWeights").
 struct RankPointers {
   const uint16_t *embed, *qkvu, *o, *pre_expert, *post_expert, *w13_bf16, *w2_bf16;
-  const uint32_t *w13_codes, *w2_codes;
-  const uint8_t *w13_scales, *w2_scales;
+  const uint8_t *w13_fp4, *w2_fp4;
   const float* router;
   uint16_t *k_full, *v_full, *k_ring, *v_ring;
 };

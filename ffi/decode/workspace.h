@@ -7,6 +7,7 @@
 #pragma once
 
 #include "ffi/decode/plan.h"
+#include "ffi/numerics/reduce.h"
 
 namespace muse {
 
@@ -15,6 +16,7 @@ constexpr int64_t kBlockWords =
     8;  // slot words of a 16-wide block of an expert's hidden row: 16 bf16, or 16 codes and a scale
 
 constexpr int64_t kBestWords = 2;  // a rank's best logit of a row and its token id
+constexpr int64_t kHeadRows = 16;  // rows whose logits are summed at once
 
 // One per rank, at the start of its workspace. `barrier` is cleared before every launch.
 struct Control {
@@ -36,11 +38,14 @@ struct Report {
   volatile uint32_t source;  // the rank that was waited for, or the row that is wrong
 };
 
+// Stretches of 2048 positions whose attention sums fit the scratch at once: 16 rows of two heads at a million positions.
+constexpr int64_t kStretchSums = 16384;
+
 struct Workspace {
   // what the head call uses too: its offsets depend on the hidden size alone
-  int64_t h, best;
+  int64_t h, best, segment_sums;
   // scratch
-  int64_t stream, q, k, v, u, attended, o, router_weights, router_experts, x, x_scales, hidden_rows, hidden_scales, f,
+  int64_t stream, q, u, o, stretch_sums, stretch_counts, group_counts, router_weights, router_experts, x, hidden_rows, f,
       combined;
   // slots, [source rank][...]
   int64_t partial[2], branch[2], logits, pooled, hidden, sums;
@@ -55,29 +60,32 @@ MUSE_FN Workspace workspace_of(const Plan& p) {
     at += (bytes + 255) / 256 * 256;
     return offset;
   };
-  const int64_t rows = kMaxRows, pairs = rows * p.top_k;
+  const auto larger = [](int64_t a, int64_t b) { return a > b ? a : b; };
+  const int64_t rows = kMaxRows, pairs = rows * p.top_k, group = p.kv_heads ? p.q_heads / p.kv_heads : 0;
+  // Expert operands: eight segments of whole panels.
+  const auto padded = [&p](int64_t k) { return kSegments * p.panels(k) * kPanelBlocks * 16; };
   w.h = take(rows * p.hidden * 2);
   w.best = take(2 * kRanks * rows * kBestWords * 8);  // by parity of the epoch: two head calls may follow each other
+  w.segment_sums =
+      take(kSegments * 4 * larger(rows * larger(p.qkvu_rows(), p.moe_columns()), kHeadRows * 16 * p.head_groups()));
   w.stream = take(rows * p.hidden * 4);
   w.q = take(rows * p.q_columns() * 2);
-  w.k = take(rows * p.kv_columns() * 2);
-  w.v = take(rows * p.kv_columns() * 2);
   w.u = take(rows * p.q_columns() * 2);
-  w.attended = take(rows * p.q_columns() * 2);
   w.o = take(rows * p.q_columns() * 2);
+  w.stretch_sums = take(kStretchSums * group * (kHeadDim + 1) * 4);
+  w.stretch_counts = take(rows * p.kv_rank() * 4);
+  w.group_counts = take((rows / 16) * (p.moe_columns() / 16) * 4);
   w.router_weights = take(pairs * 4);
   w.router_experts = take(pairs * 4);
-  w.x = take(rows * p.moe_hidden * 2);
-  w.x_scales = take(rows * p.moe_hidden / 16 * 4);
-  w.hidden_rows = take(pairs * p.moe_inner * 2);
-  w.hidden_scales = take(pairs * p.moe_inner / 16 * 4);
+  w.x = take(rows * padded(p.moe_hidden) * 2);
+  w.hidden_rows = take(pairs * padded(p.moe_inner) * 2);
   w.f = take(pairs * p.moe_columns() * 2);
   w.combined = take(rows * p.moe_columns() * 2);
   for (int i = 0; i < 2; ++i) {
     w.partial[i] = take(kRanks * rows * (p.hidden / kRanks) * 8);
     w.branch[i] = take(kRanks * rows * (p.hidden / kRanks / 2) * 8);
   }
-  w.logits = take(kRanks * rows * p.experts_rank() * 8);
+  w.logits = take(kRanks * rows * p.experts_rank() * kSegments * 8);
   w.pooled = take(kRanks * rows * (p.moe_columns() / 2) * 8);
   w.hidden = take(kRanks * pairs * (p.inner_columns() / 16) * kBlockWords * 8);
   w.sums = take(kRanks * pairs * 8);

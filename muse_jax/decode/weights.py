@@ -44,14 +44,10 @@ class DecodeWeights:
     """bf16 fragments [8, Lb, E, 2I/8/16, M/16, 256]: 16 gate rows, 16 up rows, alternating."""
     w2_bf16: jax.Array
     """bf16 fragments [8, Lb, E, M/8/16, I/16, 256]."""
-    w13_codes: jax.Array
-    """NVFP4 fragments, uint32 [8, Lq, E, 2I/8/16, M/16, 32]."""
-    w13_scales: jax.Array
-    """e4m3 [8, Lq, E, 2I/8/16, M/16, 16]."""
-    w2_codes: jax.Array
-    """NVFP4 fragments, uint32 [8, Lq, E, M/8/16, I/16, 32]."""
-    w2_scales: jax.Array
-    """e4m3 [8, Lq, E, M/8/16, I/16, 16]."""
+    w13_fp4: jax.Array
+    """NVFP4 panels, uint8 [8, Lq, E, 2I/8/16, 8 segments, ceil(M/1024), 1152]: rows as in w13_bf16."""
+    w2_fp4: jax.Array
+    """NVFP4 panels, uint8 [8, Lq, E, M/8/16, 8 segments, ceil(I/1024), 1152]."""
     scale_2: jax.Array
     """fp32 [L, E, 3], replicated: gate, up and down weight_scale_2; 1 in bf16 layers."""
     input_scales: jax.Array

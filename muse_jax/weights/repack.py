@@ -20,6 +20,8 @@ from muse_jax.mesh import AXIS, RANKS, check_mesh, ranks_array
 from muse_jax.weights.names import check_params
 
 TILE = 16
+SEGMENTS = 8  # of K, the contract's; not the ranks
+PANEL_BLOCKS, PANEL_BYTES = 8, 1152
 _packings = itertools.count(1)
 
 
@@ -79,10 +81,32 @@ def code_fragments(codes: jax.Array) -> jax.Array:
     return word
 
 
-def scale_tiles(scales: jax.Array) -> jax.Array:
-    """Block scales [..., N, K/16] -> [..., N/16, K/16, 16]: the 16 rows' scales beside their tile."""
+def panel_count(k: int) -> int:
+    """Panels of a segment of a GEMM over k."""
+    return -(-k // (SEGMENTS * TILE * PANEL_BLOCKS))
+
+
+def panels(codes: jax.Array, scales: jax.Array) -> jax.Array:
+    """NVFP4 codes uint8 [..., N, K/2] and scales as bits [..., N, K/16] -> panels uint8 [..., N/16, 8, K/1024, 1152].
+
+    A segment of other than a multiple of eight blocks is filled up with zeros.
+    """
     *lead, n, blocks = scales.shape
-    return jnp.swapaxes(scales.reshape(*lead, n // TILE, TILE, blocks), -1, -2)
+    count, at = blocks // SEGMENTS, len(lead)
+    shape = (*lead, n // TILE, SEGMENTS, panel_count(blocks * TILE))
+
+    def fill(x: jax.Array, axis: int) -> jax.Array:
+        return jnp.pad(x, [(0, -count % PANEL_BLOCKS if i == axis else 0) for i in range(x.ndim)])
+
+    words = code_fragments(codes).reshape(*lead, n // TILE, SEGMENTS, count, 32)
+    words = fill(words, at + 2).reshape(*shape, 2, 4, 32)  # block / 4, block % 4, lane
+    code_bytes = lax.bitcast_convert_type(jnp.swapaxes(words, -1, -2), jnp.uint8)  # the low byte comes first
+    halves = scales.reshape(*lead, n // TILE, 2, 8, SEGMENTS, count)  # row / 8, row % 8
+    halves = fill(halves, at + 4).reshape(*lead, n // TILE, 2, 8, *shape[at + 1 :], PANEL_BLOCKS)
+    order = [at, at + 3, at + 4, at + 2, at + 5, at + 1]  # group, segment, panel, row % 8, block, row / 8
+    return jnp.concatenate(
+        [code_bytes.reshape(*shape, 1024), halves.transpose(*range(at), *order).reshape(*shape, 128)], -1
+    )
 
 
 def _gain(w: jax.Array) -> jax.Array:
@@ -140,9 +164,7 @@ def quantize_masters(mesh: Mesh, gate_up: jax.Array, down: jax.Array) -> dict[st
 def _experts(config: MuseSparkConfig, mesh: Mesh, params: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
     layers, experts = config.num_hidden_layers, config.num_local_experts
     m, i = config.moe_hidden_size, config.moe_intermediate_size
-    out: dict[str, list[jax.Array]] = {
-        name: [] for name in ("w13_bf16", "w2_bf16", "w13_codes", "w13_scales", "w2_codes", "w2_scales")
-    }
+    out: dict[str, list[jax.Array]] = {name: [] for name in ("w13_bf16", "w2_bf16", "w13_fp4", "w2_fp4")}
     scale_2, input_scales = [], []
     for layer in range(layers):
         prefix = f"layers.{layer}.mlp.experts."
@@ -155,10 +177,8 @@ def _experts(config: MuseSparkConfig, mesh: Mesh, params: Mapping[str, jax.Array
             continue
         if own["gate_up_proj"].dtype != jnp.uint8:
             own |= quantize_masters(mesh, own["gate_up_proj"], own["down_proj"])
-        out["w13_codes"].append(code_fragments(_w13_shards(own["gate_up_proj"])))
-        out["w13_scales"].append(scale_tiles(_w13_shards(own["gate_up_proj_weight_scale"])))
-        out["w2_codes"].append(code_fragments(_w2_shards(own["down_proj"])))
-        out["w2_scales"].append(scale_tiles(_w2_shards(own["down_proj_weight_scale"])))
+        out["w13_fp4"].append(panels(*(_w13_shards(own["gate_up_proj" + s]) for s in ("", "_weight_scale"))))
+        out["w2_fp4"].append(panels(*(_w2_shards(own["down_proj" + s]) for s in ("", "_weight_scale"))))
         scale_2.append(
             jnp.concatenate([own["gate_up_proj_weight_scale_2"], own["down_proj_weight_scale_2"][:, None]], 1)
         )
@@ -167,16 +187,15 @@ def _experts(config: MuseSparkConfig, mesh: Mesh, params: Mapping[str, jax.Array
             jnp.stack([jnp.max(own.get(f"{w}_input_scale", one)) for w in ("gate_up_proj", "down_proj")])
         )
     # A kind that no layer has keeps one zero layer, because XLA passes no pointer for an empty buffer.
-    w13, w2 = (2 * i // RANKS // TILE, m // TILE), (m // RANKS // TILE, i // TILE)
+    w13, w2 = 2 * i // RANKS // TILE, m // RANKS // TILE
     empty = {
-        "w13_bf16": (w13, 256, jnp.uint16), "w2_bf16": (w2, 256, jnp.uint16),
-        "w13_codes": (w13, 32, jnp.uint32), "w13_scales": (w13, TILE, jnp.uint8),
-        "w2_codes": (w2, 32, jnp.uint32), "w2_scales": (w2, TILE, jnp.uint8),
-    }  # fmt: skip
+        "w13_bf16": ((w13, m // TILE, 256), jnp.uint16),
+        "w2_bf16": ((w2, i // TILE, 256), jnp.uint16),
+        "w13_fp4": ((w13, SEGMENTS, panel_count(m), PANEL_BYTES), jnp.uint8),
+        "w2_fp4": ((w2, SEGMENTS, panel_count(i), PANEL_BYTES), jnp.uint8),
+    }
     stacked = {
-        name: jnp.stack(arrays, 1)
-        if arrays
-        else jnp.zeros((RANKS, 1, experts, *empty[name][0], empty[name][1]), empty[name][2])
+        name: jnp.stack(arrays, 1) if arrays else jnp.zeros((RANKS, 1, experts, *empty[name][0]), empty[name][1])
         for name, arrays in out.items()
     }
     return stacked | {"scale_2": jnp.stack(scale_2), "input_scales": jnp.stack(input_scales)}
@@ -228,9 +247,8 @@ def _pack(config: MuseSparkConfig, mesh: Mesh, params: dict[str, jax.Array]) -> 
         "lm_head": fragments(head),
         **_experts(config, mesh, params),
     }
-    # Resharded as integers, then called what they are.
-    final = {jnp.dtype(jnp.uint16): jnp.bfloat16, jnp.dtype(jnp.uint8): jnp.float8_e4m3fn}
+    # Resharded as integers; then bf16 is called what it is.
     for name, x in packed.items():
         x = lax.with_sharding_constraint(x, NamedSharding(mesh, SPECS[name]))
-        packed[name] = lax.bitcast_convert_type(x, final[x.dtype]) if x.dtype in final else x
+        packed[name] = lax.bitcast_convert_type(x, jnp.bfloat16) if x.dtype == jnp.uint16 else x
     return packed

@@ -3,8 +3,7 @@
 #include "ffi/bindings/handler.h"
 #include "ffi/bindings/registry.h"
 #include "ffi/comm/cuda/communicator.h"
-#include "ffi/decode/cuda/head.h"
-#include "ffi/decode/cuda/layers.h"
+#include "ffi/decode/cuda/launches.h"
 
 namespace muse::bindings {
 namespace {
@@ -53,7 +52,7 @@ ffi::Error layers_impl(Stream stream, int32_t device, ffi::RemainingArgs operand
     const Workspace offsets = workspace_of(plan);
     if (offsets.bytes != communicator->workspace_bytes())
       return invalid("decode_layers: the communicator was made for a model of another shape");
-    LayersArgs args{};
+    StepArgs args{};
     args.plan = plan;
     args.offsets = offsets;
     for (size_t i = 0; i < ranks.size(); ++i) args.rank[ranks[i]] = in.local[i];

@@ -12,13 +12,15 @@ MUSE_CLONES void bf16_segment(const uint16_t* tiles, int64_t blocks, ColumnTile*
   for (int64_t b = 0; b < blocks; ++b) load_fragment(tiles + b * kTile, unpacked[b]);
 }
 
-MUSE_CLONES void w4a16_segment(const uint32_t* tiles, const uint8_t* scales, int64_t blocks, ColumnTile* unpacked) {
+// Only the segment's own blocks: what fills up its last panel is never read.
+MUSE_CLONES void w4a16_segment(const uint8_t* panels, int64_t blocks, ColumnTile* unpacked) {
   for (int64_t b = 0; b < blocks; ++b)
-    load_fragment_w4a16(tiles + b * kTileWords, scales + b * kTileScales, unpacked[b]);
+    load_fragment_w4a16(panels + b / kPanelBlocks * kPanelBytes, b % kPanelBlocks, unpacked[b]);
 }
 
-MUSE_CLONES void code_segment(const uint32_t* tiles, const uint8_t* scales, int64_t blocks, CodeTile* unpacked) {
-  for (int64_t b = 0; b < blocks; ++b) load_fragment(tiles + b * kTileWords, scales + b * kTileScales, unpacked[b]);
+MUSE_CLONES void code_segment(const uint8_t* panels, int64_t blocks, CodeTile* unpacked) {
+  for (int64_t b = 0; b < blocks; ++b)
+    load_fragment(panels + b / kPanelBlocks * kPanelBytes, b % kPanelBlocks, unpacked[b]);
 }
 
 MUSE_CLONES void chain_rows(const Operand16& x, int64_t first, const int32_t* rows, int64_t n, const ColumnTile* tiles,
@@ -50,23 +52,21 @@ void bf16_group(const uint16_t* tiles, int segments, int64_t blocks, const Opera
   }
 }
 
-void w4a16_group(const uint32_t* tiles, const uint8_t* scales, int segments, int64_t blocks, const Operand16& x,
-                 const int32_t* rows, int64_t n, float* out) {
+void w4a16_group(const uint8_t* panels, int64_t segment_bytes, int64_t blocks, const Operand16& x, const int32_t* rows,
+                 int64_t n, float* out) {
   std::vector<ColumnTile> unpacked(blocks);
-  for (int s = 0; s < segments; ++s) {
-    const int64_t tile = s * blocks;
-    w4a16_segment(tiles + tile * kTileWords, scales + tile * kTileScales, blocks, unpacked.data());
-    chain_rows(x, tile, rows, n, unpacked.data(), blocks, out + s * n * kLanes);
+  for (int s = 0; s < kSegments; ++s) {
+    w4a16_segment(panels + s * segment_bytes, blocks, unpacked.data());
+    chain_rows(x, s * blocks, rows, n, unpacked.data(), blocks, out + s * n * kLanes);
   }
 }
 
-void w4a4_group(const uint32_t* tiles, const uint8_t* scales, int segments, int64_t blocks, const CodeRow* x,
-                const int32_t* rows, int64_t n, float* out) {
+void w4a4_group(const uint8_t* panels, int64_t segment_bytes, int64_t blocks, const CodeRow* x, const int32_t* rows,
+                int64_t n, float* out) {
   std::vector<CodeTile> unpacked(blocks);
-  for (int s = 0; s < segments; ++s) {
-    const int64_t tile = s * blocks;
-    code_segment(tiles + tile * kTileWords, scales + tile * kTileScales, blocks, unpacked.data());
-    chain_code_rows(x, segments * blocks, tile, rows, n, unpacked.data(), blocks, out + s * n * kLanes);
+  for (int s = 0; s < kSegments; ++s) {
+    code_segment(panels + s * segment_bytes, blocks, unpacked.data());
+    chain_code_rows(x, kSegments * blocks, s * blocks, rows, n, unpacked.data(), blocks, out + s * n * kLanes);
   }
 }
 

@@ -21,12 +21,12 @@ struct Operand16 {
 void bf16_group(const uint16_t* tiles, int segments, int64_t blocks, const Operand16& x, int64_t first,
                 const int32_t* rows, int64_t n, float* out);
 
-// The same for NVFP4 weights and bf16 rows (W4A16), and for NVFP4 rows (W4A4: `x` has `segments * blocks` blocks a
-// row).
-void w4a16_group(const uint32_t* tiles, const uint8_t* scales, int segments, int64_t blocks, const Operand16& x,
-                 const int32_t* rows, int64_t n, float* out);
-void w4a4_group(const uint32_t* tiles, const uint8_t* scales, int segments, int64_t blocks, const CodeRow* x,
-                const int32_t* rows, int64_t n, float* out);
+// The same for the eight segments of an NVFP4 group of panels, `segment_bytes` apart, and bf16 rows (W4A16), or NVFP4
+// rows (W4A4: `x` has `kSegments * blocks` blocks a row).
+void w4a16_group(const uint8_t* panels, int64_t segment_bytes, int64_t blocks, const Operand16& x, const int32_t* rows,
+                 int64_t n, float* out);
+void w4a4_group(const uint8_t* panels, int64_t segment_bytes, int64_t blocks, const CodeRow* x, const int32_t* rows,
+                int64_t n, float* out);
 
 // tree8 over the segments of out for row i, column c.
 MUSE_FN float group_sum(const float* out, int64_t n, int64_t i, int c) {

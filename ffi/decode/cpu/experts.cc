@@ -51,20 +51,18 @@ struct Rows {
 struct ExpertGemm {
   bool nvfp4, quantize;
   const uint16_t* bf16;
-  const uint32_t* codes;
-  const uint8_t* scales;
-  int64_t blocks;  // of K, all segments
+  const uint8_t* fp4;
+  int64_t k;
 
-  void group(int64_t first_tile, const Rows& x, const int32_t* rows, int64_t n, float* out) const {
-    const int64_t segment = blocks / kSegments;
+  // `first` is the group's offset in the array of the layer's format.
+  void group(int64_t first, const Rows& x, const int32_t* rows, int64_t n, float* out) const {
+    const int64_t blocks = k / kSegments / kBlock, segment_bytes = Plan::panels(k) * kPanelBytes;
     if (!nvfp4)
-      bf16_group(bf16 + first_tile * kTile, kSegments, segment, x.bf16, 0, rows, n, out);
+      bf16_group(bf16 + first, kSegments, blocks, x.bf16, 0, rows, n, out);
     else if (quantize)
-      w4a4_group(codes + first_tile * kTileWords, scales + first_tile * kTileScales, kSegments, segment, x.codes.data(),
-                 rows, n, out);
+      w4a4_group(fp4 + first, segment_bytes, blocks, x.codes.data(), rows, n, out);
     else
-      w4a16_group(codes + first_tile * kTileWords, scales + first_tile * kTileScales, kSegments, segment, x.bf16, rows,
-                  n, out);
+      w4a16_group(fp4 + first, segment_bytes, blocks, x.bf16, rows, n, out);
   }
 };
 
@@ -101,32 +99,37 @@ void run_experts(const StepCall& call, int64_t layer, int64_t rows, const uint16
   Rows input;
   input.load(x, rows, plan.moe_hidden, quantize, input_scales[0]);
   std::vector<uint16_t> m(rows * plan.top_k * plan.moe_inner);
-  const int64_t inner_groups = plan.inner_columns() / kLanes, moe_blocks = plan.moe_hidden / kBlock;
+  const int64_t inner_groups = plan.inner_columns() / kLanes;
   parallel_for(static_cast<int64_t>(work.size()) * kRanks * inner_groups, [&](int64_t item) {
     const Work& w = work[item / (kRanks * inner_groups)];
     const int64_t rank = item / inner_groups % kRanks, group = item % inner_groups;
     const int64_t n = static_cast<int64_t>(w.pairs.size());
     const RankPointers& p = call.rank[rank];
-    const ExpertGemm gemm{nvfp4, quantize, p.w13_bf16, p.w13_codes, p.w13_scales, moe_blocks};
-    const int64_t tile = plan.w13_tile(layer, w.expert) + 2 * group * moe_blocks;  // gate group, then up group
+    const ExpertGemm gemm{nvfp4, quantize, p.w13_bf16, p.w13_fp4, plan.moe_hidden};
+    const auto first = [&](int64_t g) {
+      return nvfp4 ? plan.w13_fp4(layer, w.expert, g)
+                   : (plan.w13_tile(layer, w.expert) + g * (plan.moe_hidden / 16)) * kTile;
+    };
     std::vector<float> gate(kSegments * n * kLanes), up(kSegments * n * kLanes);
-    gemm.group(tile, input, w.rows.data(), n, gate.data());
-    gemm.group(tile + moe_blocks, input, w.rows.data(), n, up.data());
+    gemm.group(first(2 * group), input, w.rows.data(), n, gate.data());
+    gemm.group(first(2 * group + 1), input, w.rows.data(), n, up.data());
     swiglu_group(gate.data(), up.data(), n, scale(w.expert, 0), scale(w.expert, 1), w.pairs.data(), plan.moe_inner,
                  m.data() + rank * plan.inner_columns() + group * kLanes);
   });
 
   Rows hidden;
   hidden.load(m.data(), rows * plan.top_k, plan.moe_inner, quantize, input_scales[1]);
-  const int64_t moe_groups = plan.moe_columns() / kLanes, inner_blocks = plan.moe_inner / kBlock;
+  const int64_t moe_groups = plan.moe_columns() / kLanes;
   parallel_for(static_cast<int64_t>(work.size()) * kRanks * moe_groups, [&](int64_t item) {
     const Work& w = work[item / (kRanks * moe_groups)];
     const int64_t rank = item / moe_groups % kRanks, group = item % moe_groups;
     const int64_t n = static_cast<int64_t>(w.pairs.size());
     const RankPointers& p = call.rank[rank];
-    const ExpertGemm gemm{nvfp4, quantize, p.w2_bf16, p.w2_codes, p.w2_scales, inner_blocks};
+    const ExpertGemm gemm{nvfp4, quantize, p.w2_bf16, p.w2_fp4, plan.moe_inner};
+    const int64_t first = nvfp4 ? plan.w2_fp4(layer, w.expert, group)
+                                : (plan.w2_tile(layer, w.expert) + group * (plan.moe_inner / 16)) * kTile;
     std::vector<float> sums(kSegments * n * kLanes);
-    gemm.group(plan.w2_tile(layer, w.expert) + group * inner_blocks, hidden, w.pairs.data(), n, sums.data());
+    gemm.group(first, hidden, w.pairs.data(), n, sums.data());
     store_group(sums.data(), n, scale(w.expert, 2), w.pairs.data(), plan.moe_hidden,
                 f + rank * plan.moe_columns() + group * kLanes);
   });

@@ -1,128 +1,120 @@
-// GEMM pieces on tensor cores: weights are the A operand (16 output rows), tokens the B operand (8 columns each).
+// bf16 GEMM tasks: weights from the ring are the A operand (16 output rows), tokens the B operand (8 columns each), held
+// in shared memory in the order in which lanes read them.
 //
-// Token operands lie in memory as rows whose 16-blocks are permuted so that lane (g, t) reads its two B registers of a
-// block, k 2t, 2t+1, 2t+8, 2t+9 of column g, with one 8-byte load.
+// Token operands lie in memory as column tiles: 16 rows x 16 k, 32 lanes x 16 bytes; lane 4g + t holds k 2t, 2t+1, 2t+8,
+// 2t+9 of row g, then of row g + 8. Sixteen rows are a pass; a step with more reads the weights once per pass.
 #pragma once
 
-#include "ffi/decode/layout.h"
+#include "ffi/decode/cuda/schedule.h"
+#include "ffi/decode/cuda/step.cuh"
 #include "ffi/numerics/mma.cuh"
-#include "ffi/numerics/reduce.h"
 
 namespace muse {
 
-constexpr int kColumns = 16;  // tokens of one pass: two B tiles share every weight fragment
+constexpr int kPassRows = 16;
 
-// Where element k of a row stands in the permuted row.
-__device__ __forceinline__ int64_t permuted(int64_t k) {
-  return (k & ~int64_t{15}) + ((k & 7) >> 1) * 4 + ((k >> 3) & 1) * 2 + (k & 1);
-}
-
-// Weights are read once and by one warp: keep them out of L1. Not volatile, so that the compiler may issue the loads of
-// the next tiles before the products of this one; the data is constant for the whole launch.
-__device__ __forceinline__ uint4 load_stream16(const void* p) {
-  uint4 v;
-  asm("ld.global.nc.L1::no_allocate.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p));
-  return v;
-}
-
-__device__ __forceinline__ uint32_t load_stream4(const void* p) {
-  uint32_t v;
-  asm("ld.global.nc.L1::no_allocate.u32 %0, [%1];" : "=r"(v) : "l"(p));
-  return v;
-}
-
-// The lane's two token rows (column g of each B tile), at its place inside a block.
-struct Columns {
-  const uint2* row[2];
-};
-
-__device__ __forceinline__ Columns columns_of(const uint16_t* first, const uint16_t* second) {
-  const int t = threadIdx.x % 4;
-  return {{reinterpret_cast<const uint2*>(first) + t, reinterpret_cast<const uint2*>(second) + t}};
+// Where element (row i, k) stands in an operand of `width` columns, in 16-bit elements.
+__device__ __forceinline__ int64_t column_tile_at(int i, int64_t k, int64_t width) {
+  return (i / kPassRows) * kPassRows * width + (k >> 4) * kTile + ((i & 7) * 4 + ((k & 7) >> 1)) * 8 +
+         ((i >> 3) & 1) * 4 + ((k >> 3) & 1) * 2 + (k & 1);
 }
 
 using Accumulators = float[2][4];
 
-__device__ __forceinline__ void clear(Accumulators& acc) {
-  for (int n = 0; n < 2; ++n)
-    for (int j = 0; j < 4; ++j) acc[n][j] = 0.0f;
+// acc += chain over the tiles of one chunk. `operand`: the lane's first column tile. kTwo: rows 8 to 15 exist.
+template <bool kTwo>
+__device__ __forceinline__ void chain_tiles(const unsigned char* chunk, const uint4* operand, int tiles, int lane,
+                                            Accumulators& acc) {
+  const uint4* weights = reinterpret_cast<const uint4*>(chunk) + lane;
+#pragma unroll
+  for (int b = 0; b < kSlotTiles; ++b) {
+    if (b >= tiles) break;
+    const uint4 w = weights[b * 32], x = operand[b * 32];
+    const uint32_t a[4] = {w.x, w.y, w.z, w.w}, x0[2] = {x.x, x.y}, x1[2] = {x.z, x.w};
+    mma_bf16(acc[0], a, x0);
+    if (kTwo) mma_bf16(acc[1], a, x1);
+  }
 }
 
-// acc = chain over `blocks` blocks of bf16 tiles.
-__device__ __forceinline__ void chain_bf16(const uint16_t* tiles, int64_t blocks, const Columns& x, Accumulators& acc) {
-  const int lane = threadIdx.x % 32;
+class DenseSteps : protected StepBase {
+ public:
+  using StepBase::StepBase;
+
+ protected:
+  // Column tiles [first, first + tiles) of the pass that starts at row i0 -> the region; rows that do not exist are not
+  // fetched.
+  __device__ void load_operand(const uint16_t* operand, int64_t width, int i0, int32_t first, int32_t tiles) {
+    const uint4* from = reinterpret_cast<const uint4*>(operand + i0 * width + first * kTile);
+    uint4* to = region<uint4>();
+    const int count = rows() - i0;
 #pragma unroll 8
-  for (int64_t b = 0; b < blocks; ++b) {
-    const uint4 w = load_stream16(tiles + b * kTile + lane * 8);
-    const uint32_t a[4] = {w.x, w.y, w.z, w.w};
-    for (int n = 0; n < 2; ++n) {
-      const uint2 v = x.row[n][b * 4];
-      const uint32_t y[2] = {v.x, v.y};
-      mma_bf16(acc[n], a, y);
-    }
-  }
-}
-
-// W4A16: code times block scale is an exact bf16 number, the truncated fp32 product.
-__device__ __forceinline__ void chain_w4a16(const uint32_t* tiles, const uint8_t* scales, int64_t blocks,
-                                            const Columns& x, Accumulators& acc) {
-  const int lane = threadIdx.x % 32, g = lane / 4;
-#pragma unroll 4
-  for (int64_t b = 0; b < blocks; ++b) {
-    const uint32_t word = load_stream4(tiles + b * kTileWords + lane);
-    const float scale[2] = {from_e4m3(scales[b * kTileScales + g]), from_e4m3(scales[b * kTileScales + g + 8])};
-    uint32_t a[4];
-    for (int j = 0; j < 4; ++j) {
-      const uint32_t low = bit_cast<uint32_t>(from_e2m1(fragment_code(word, j, 0)) * scale[j & 1]);
-      const uint32_t high = bit_cast<uint32_t>(from_e2m1(fragment_code(word, j, 1)) * scale[j & 1]);
-      a[j] = low >> 16 | (high & 0xFFFF0000u);
-    }
-    for (int n = 0; n < 2; ++n) {
-      const uint2 v = x.row[n][b * 4];
-      const uint32_t y[2] = {v.x, v.y};
-      mma_bf16(acc[n], a, y);
-    }
-  }
-}
-
-// Weight codes become fp16 numbers code * 2^-14 by shift and mask; token scales carry the 2^14 back.
-constexpr float kCodeScale = 0x1p14f;
-
-// W4A4: each block's exact sum from a zero accumulator, scaled and added with one rounding. x_scale: per B tile the
-// fp32 scales (times kCodeScale) of columns 2t and 2t+1, one per block.
-__device__ __forceinline__ void chain_w4a4(const uint32_t* tiles, const uint8_t* scales, int64_t blocks,
-                                           const Columns& x, const float* const (&x_scale)[2][2], Accumulators& acc) {
-  const int lane = threadIdx.x % 32, g = lane / 4;
-#pragma unroll 8
-  for (int64_t b = 0; b < blocks; ++b) {
-    const uint32_t word = load_stream4(tiles + b * kTileWords + lane);
-    const float scale[2] = {from_e4m3(scales[b * kTileScales + g]), from_e4m3(scales[b * kTileScales + g + 8])};
-    const uint32_t a[4] = {word & 0x8E008E00u, (word << 3) & 0x8E008E00u,
-                           ((word << 6) & 0x0E000E00u) | ((word << 1) & 0x80008000u),
-                           ((word << 9) & 0x0E000E00u) | ((word << 2) & 0x80008000u)};
-    for (int n = 0; n < 2; ++n) {
-      const uint2 v = x.row[n][b * 4];
-      const uint32_t y[2] = {v.x, v.y};
-      float sum[4] = {0.0f, 0.0f, 0.0f, 0.0f};
-      mma_fp16(sum, a, y);
-      for (int j = 0; j < 4; ++j) acc[n][j] = fma1(sum[j], scale[j >> 1] * x_scale[n][j & 1][b], acc[n][j]);
-    }
-  }
-}
-
-// Segment sums of one 16-row group: eight warps, one segment each.
-struct SegmentSums {
-  float value[kSegments][16][kColumns + 1];  // + 1: rows fall into different banks
-
-  __device__ void store(const Accumulators& acc) {
-    const int warp = threadIdx.x / 32, g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
-    for (int n = 0; n < 2; ++n)
-      for (int j = 0; j < 4; ++j) value[warp][g + 8 * (j >> 1)][8 * n + 2 * t + (j & 1)] = acc[n][j];
+    for (int at = thread_index(); at < tiles * 32; at += kThreads)
+      if (at % 32 / 4 < count) to[at] = __ldcg(from + at);
   }
 
-  __device__ float total(int row, int column) const {
+  // This block's tasks of `job` over all active rows, whose operand has `width` columns.
+  // emit(row group, segment, pass's first row, accumulators); also(pass's first row, the segments in the region) runs
+  // while the operand is still there.
+  template <typename Emit, typename Also>
+  __device__ void dense(const DenseJob& job, const uint16_t* operand, int64_t width, Emit emit, Also also) {
+    for (int i0 = 0; i0 < rows(); i0 += kPassRows) dense_pass(job, operand, width, i0, emit, also);
+  }
+
+  template <typename Emit, typename Also>
+  __device__ void dense_pass(const DenseJob& job, const uint16_t* operand, int64_t width, int i0, Emit emit,
+                             Also also) {
+    const int warp = thread_index() / 32, lane = thread_index() % 32;
+    const Range range = part(job.tasks(), place_.index, place_.size);
+    const Range segments = segments_of(job.segments);
+    const int32_t chunks = job.chunks();
+    load_operand(operand, width, i0, segments.begin * job.blocks, (segments.end - segments.begin) * job.blocks);
+    sync_block();
+    uint32_t start = place_.chunk;
+    for (int32_t first = range.begin; first < range.end; first += kWarps) {
+      const int32_t at_once = min(kWarps, range.end - first);
+      if (warp < at_once) {
+        const int32_t task = first + warp, segment = task / job.groups;
+        const uint4* x = region<uint4>() + (segment - segments.begin) * job.blocks * 32 + lane;
+        Accumulators acc = {};
+        for (int32_t c = 0; c < chunks; ++c, x += kSlotTiles * 32) {
+          const uint32_t chunk = start + c * at_once + warp;
+          const unsigned char* weights = ring_.wait(chunk);
+          if (rows() - i0 > 8)
+            chain_tiles<true>(weights, x, job.chunk_tiles(c), lane, acc);
+          else
+            chain_tiles<false>(weights, x, job.chunk_tiles(c), lane, acc);
+          ring_.release(chunk, lane);
+        }
+        emit(task % job.groups, segment, i0, acc);
+      }
+      start += at_once * chunks;
+    }
+    also(i0, segments);
+    sync_block();
+    if (thread_index() == 0) place_.chunk = start;  // read after the next barrier
+  }
+
+  // The K segments that this block's run of column-parallel tasks touches, whatever the number of row groups.
+  __device__ Range segments_of(int32_t segments) const {
+    return {static_cast<int32_t>(segments * place_.index / place_.size),
+            static_cast<int32_t>((segments * (place_.index + 1) + place_.size - 1) / place_.size)};
+  }
+
+  // Column-parallel results: segment sums [segment][stride rows from `first`][columns] in the rank's scratch, added by sum_of.
+  __device__ void store_sums(float* sums, int64_t stride, int64_t columns, int group, int segment, int i0,
+                             const Accumulators& acc, int first = 0) const {
+    const int g = thread_index() % 32 / 4, t = thread_index() % 4;
+    for (int b = 0; b < 2; ++b)
+      for (int j = 0; j < 4; ++j) {
+        const int i = i0 + 8 * b + 2 * t + (j & 1);
+        if (i < rows()) sums[(segment * stride + i - first) * columns + group * 16 + g + 8 * (j >> 1)] = acc[b][j];
+      }
+  }
+
+  __device__ static float sum_of(const float* sums, int64_t stride, int64_t columns, int i, int64_t column) {
     float s[kSegments];
-    for (int i = 0; i < kSegments; ++i) s[i] = value[i][row][column];
+#pragma unroll
+    for (int r = 0; r < kSegments; ++r) s[r] = __ldcg(sums + (r * stride + i) * columns + column);
     return tree8(s);
   }
 };

@@ -1,13 +1,12 @@
-// Row reductions of the contract by one block of 256 threads: warp w takes segment w, sixteen lanes of it.
+// Row reductions of the contract by one block: warp w < 8 takes segment w, sixteen lanes of it.
 #pragma once
 
+#include "ffi/decode/cuda/block.cuh"
 #include "ffi/numerics/reduce.h"
 
 namespace muse {
 
-constexpr int kThreads = 256, kWarps = 8;
-
-// fold_lanes across the first sixteen lanes of a warp: neighbours first; every lane gets the sum.
+// fold_lanes across sixteen lanes of a warp: neighbours first; every lane of the half warp gets the sum.
 __device__ __forceinline__ float fold_warp(float lane_sum) {
   for (int step = 1; step < kLanes; step *= 2) lane_sum = lane_sum + __shfl_xor_sync(~0u, lane_sum, step);
   return lane_sum;
@@ -15,17 +14,22 @@ __device__ __forceinline__ float fold_warp(float lane_sum) {
 
 // sumsq of a row of n floats in shared memory; `partial` holds eight floats. All threads get the result.
 __device__ __forceinline__ float block_sumsq(int64_t n, const float* x, float* partial) {
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  const int64_t length = n / kSegments;
-  const float* segment = x + warp * length;
-  float sum = 0.0f;
-  if (lane < kLanes)
-    for (int64_t i = lane; i < length; i += kLanes) sum = fma1(segment[i], segment[i], sum);
-  sum = fold_warp(sum);
-  __syncthreads();
-  if (lane == 0) partial[warp] = sum;
-  __syncthreads();
-  return tree8(partial);
+  const int warp = thread_index() / 32, lane = thread_index() % 32;
+  if (warp < kSegments) {
+    const int length = static_cast<int>(n / kSegments);
+    const float* segment = x + warp * length;
+    float sum = 0.0f;
+    if (lane < kLanes) {
+#pragma unroll 8
+      for (int i = lane; i < length; i += kLanes) sum = fma1(segment[i], segment[i], sum);
+    }
+    sum = fold_warp(sum);
+    if (lane == 0) partial[warp] = sum;
+  }
+  sync_block();
+  const float total = tree8(partial);
+  sync_block();  // `partial` may be written again
+  return total;
 }
 
 // sumsq64 of one head by one warp: lane j < 16 holds elements j, j + 16, j + 32, j + 48 in x[0..3].

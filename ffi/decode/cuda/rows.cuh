@@ -2,6 +2,7 @@
 // as ffi/decode/cpu/rows.cc.
 #pragma once
 
+#include "ffi/decode/cuda/block.cuh"
 #include "ffi/decode/step.h"
 
 namespace muse {
@@ -19,9 +20,9 @@ struct DeviceRows {
   }
 };
 
-// Called by all threads of a block of at least 64; `rows` is shared memory.
+// By all computing threads of a block (at least kMaxRows); `rows` is shared memory.
 __device__ inline void resolve_rows(const Plan& plan, const SharedPointers& shared, DeviceRows& rows) {
-  const int t = threadIdx.x, total = static_cast<int>(plan.rows);
+  const int t = thread_index(), total = static_cast<int>(plan.rows);
   __shared__ uint8_t compact[kMaxRows], index_of[kMaxRows];
   if (t == 0) {
     int count = 0;
@@ -32,7 +33,7 @@ __device__ inline void resolve_rows(const Plan& plan, const SharedPointers& shar
     rows.count = count;
     rows.bad = 0;
   }
-  __syncthreads();
+  sync_block();
   const int32_t sequence = t < total ? shared.sequence[t] : -1;
   const bool active = sequence != -1, known = active && sequence >= 0 && sequence < plan.sequences;
   bool right = !active || known;
@@ -51,7 +52,7 @@ __device__ inline void resolve_rows(const Plan& plan, const SharedPointers& shar
     right = right && rows.token[i] >= 0 && rows.token[i] < plan.vocab && committed >= 0 &&
             committed + index < plan.capacity && rows.position[i] < plan.capacity && depth >= 0 && depth < kMaxRows;
   }
-  __syncthreads();
+  sync_block();
   if (active && right) {
     const int i = compact[t];
     const int length = rows.position[i] - rows.committed[i] + 1;
@@ -70,7 +71,7 @@ __device__ inline void resolve_rows(const Plan& plan, const SharedPointers& shar
     right = right && seen == all && rows.path[i][length - 1] == index;
   }
   if (!right) atomicCAS(&rows.bad, 0, t + 1);
-  __syncthreads();
+  sync_block();
 }
 
 }  // namespace muse

@@ -2,17 +2,21 @@
 // limit the first to give up says where it stood, everybody leaves, and the communicator is broken until rebuilt.
 #pragma once
 
+#include "ffi/decode/cuda/block.cuh"
 #include "ffi/decode/workspace.h"
 
 namespace muse {
 
-// A block's view of its rank and the time.
+// A block's view of its rank, the time and how far it is; in shared memory, and changed by thread 0 only.
 struct Place {
   Control* control;  // of this rank
   Report* report;
   uint64_t deadline;           // globaltimer, ns
   uint32_t rank, index, size;  // block `index` of `size` that serve this rank
-  uint32_t layer, epoch, barriers;
+  uint32_t layer, epoch;       // of the exchanges in this layer
+  uint32_t barriers;           // of the rank, so far
+  uint32_t chunk;              // of the weight ring, at the start of the phase
+  volatile uint32_t gave_up;   // some thread of the block waited too long
 };
 
 __device__ __forceinline__ uint64_t now() {
@@ -66,30 +70,19 @@ __device__ __forceinline__ bool should_leave(const Place& place, Phase phase, ui
   return true;
 }
 
-// The slot's data once it carries this epoch. `alive` turns false when the wait ended without it.
-__device__ __forceinline__ uint32_t wait_slot(const Place& place, const uint64_t* slot, uint32_t epoch, Phase phase,
-                                              uint32_t source, bool& alive) {
-  for (uint32_t spins = 1; alive; ++spins) {
-    const uint64_t word = load_slot(slot);
-    if (static_cast<uint32_t>(word >> 32) == epoch) return static_cast<uint32_t>(word);
-    if (spins % 256 == 0 && should_leave(place, phase, source)) alive = false;
-  }
-  return 0;
-}
-
 // All blocks of the rank; what they wrote before is visible after. False: somebody gave up, leave the kernel.
-__device__ __forceinline__ bool rank_barrier(Place& place, Phase phase, bool alive = true) {
-  ++place.barriers;
-  __syncthreads();
-  if (threadIdx.x == 0) {
+__device__ __forceinline__ bool rank_barrier(Place& place, Phase phase) {
+  sync_block();
+  if (thread_index() == 0) {
     __threadfence();
     atomicAdd(&place.control->barrier, 1u);
-    const uint32_t target = place.barriers * place.size;
-    for (uint32_t spins = 1; alive && load_acquire(&place.control->barrier) < target; ++spins)
-      if (spins % 256 == 0 && should_leave(place, phase, place.rank, kBarrierGrace)) alive = false;
+    const uint32_t target = ++place.barriers * place.size;
+    for (uint32_t spins = 1; !place.gave_up && load_acquire(&place.control->barrier) < target; ++spins)
+      if (spins % 256 == 0 && should_leave(place, phase, place.rank, kBarrierGrace)) place.gave_up = 1;
     __threadfence();
   }
-  return __syncthreads_and(alive);
+  sync_block();
+  return !place.gave_up;
 }
 
 }  // namespace muse

@@ -1,0 +1,44 @@
+// What the two fused kernels' launches have in common: residency, and the start of every block.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <string>
+
+#include "ffi/decode/cuda/block.cuh"
+#include "ffi/decode/cuda/launches.h"
+
+namespace muse {
+
+// Gives `kernel` its shared memory and finds how many of its blocks are resident at once.
+template <typename Kernel>
+Status prepare_kernel(const char* name, Kernel kernel, int64_t fixed_bytes, int64_t region_bytes, Prepared* prepared) {
+  int device = 0, limit = 0, multiprocessors = 0, per_multiprocessor = 0;
+  cudaError_t e = cudaGetDevice(&device);
+  if (e == cudaSuccess) e = cudaDeviceGetAttribute(&limit, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
+  if (e != cudaSuccess) return {std::string(name) + ": " + cudaGetErrorString(e)};
+  const int bytes = static_cast<int>(fixed_bytes + region_bytes);
+  if (bytes > limit)
+    return {std::string(name) + ": a block needs " + std::to_string(bytes) + " bytes of shared memory, device " +
+            std::to_string(device) + " has " + std::to_string(limit) + "; the model's hidden size is too large"};
+  e = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
+  if (e == cudaSuccess) e = cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device);
+  if (e == cudaSuccess)
+    e = cudaOccupancyMaxActiveBlocksPerMultiprocessor(&per_multiprocessor, kernel, kLaunchThreads, bytes);
+  if (e != cudaSuccess) return {std::string(name) + ": " + cudaGetErrorString(e)};
+  if (per_multiprocessor == 0) return {std::string(name) + ": a block does not fit on a multiprocessor"};
+  prepared->region_bytes = static_cast<uint32_t>(region_bytes);
+  prepared->blocks = multiprocessors;  // one per multiprocessor: its ring fills the shared memory
+  return {};
+}
+
+// Clears what every launch starts from: the barriers of this device's ranks.
+inline cudaError_t clear_barriers(const StepArgs& args, cudaStream_t stream) {
+  cudaError_t e = cudaSuccess;
+  for (int i = 0; i < args.local_count && e == cudaSuccess; ++i)
+    e = cudaMemsetAsync(args.workspace[args.local[i]] + offsetof(Control, barrier), 0, sizeof(Control::barrier),
+                        stream);
+  return e;
+}
+
+}  // namespace muse
