@@ -3,6 +3,7 @@
 from muse_jax.config import MuseSparkConfig
 from muse_jax.errors import CheckpointError, ConfigError
 from muse_jax.generate import Generation, generate
+from muse_jax.guarantee import guarantee
 from muse_jax.language_model import LanguageModel, load
 from muse_jax.mesh import make_mesh
 from muse_jax.parity import ParityReport, parity
@@ -17,6 +18,7 @@ __all__ = [
     "MuseSparkConfig",
     "ParityReport",
     "generate",
+    "guarantee",
     "load",
     "make_mesh",
     "parity",

@@ -1,6 +1,7 @@
 """Command line: thin wrappers around the library, for people at a terminal."""
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated
 
@@ -10,7 +11,9 @@ from rich.console import Console
 from rich.table import Column, Table
 
 from muse_jax import decode
+from muse_jax.doctor import diagnose
 from muse_jax.generate import generate as run_generate
+from muse_jax.guarantee import BITWISE
 from muse_jax.language_model import LanguageModel, load
 from muse_jax.mesh import RANKS, make_mesh
 from muse_jax.parity import ParityReport, flip_bit
@@ -31,9 +34,13 @@ Prompt = Annotated[str, typer.Option(help="Text, encoded by the checkpoint's tok
 DEFAULT_PROMPT = "def decode(state, tokens):"
 
 
-def _load(checkpoint: Path, devices: int | None) -> LanguageModel:
+def _prepare_cpu(devices: int | None) -> None:
     os.environ.setdefault("PJRT_NPROC", "64")  # jaxlib before 0.12 hangs when many CPU programs are in flight
     jax.config.update("jax_num_cpu_devices", devices or RANKS)  # only read by the CPU backend
+
+
+def _load(checkpoint: Path, devices: int | None) -> LanguageModel:
+    _prepare_cpu(devices)
     return load(checkpoint, mesh=make_mesh(devices))
 
 
@@ -44,10 +51,16 @@ def _encode(model: LanguageModel, prompt: str) -> list[int]:
 
 
 def _verdict(report: ParityReport) -> str:
-    return (
+    verdict = (
         f"differing bytes: {report.differing_bytes} of {report.bytes:,} compared with the expert-parallel reference "
         f"({len(report.tokens)} positions)"
     )
+    return verdict if report.guarantee == BITWISE else f"{verdict}; {report.guarantee}"
+
+
+def _print_facts(facts: Mapping[str, str]) -> None:
+    for label, value in facts.items():
+        out.print(f"{label:21}  {value}", markup=False)
 
 
 def _calls_per_step(model: LanguageModel) -> str:
@@ -74,15 +87,17 @@ def generate(
     result = run_generate(model, ids, max_new_tokens=max_new_tokens)
     assert model.tokenizer is not None
     mesh_devices = model.mesh.devices.flat
-    for label, value in (
-        ("prompt", repr(prompt)),
-        ("generated", repr(model.tokenizer.decode(result.tokens[0]))),
-        ("token ids", " ".join(map(str, result.tokens[0]))),
-        ("finished by", result.finish_reasons[0]),
-        ("devices", f"{len(mesh_devices)} x {mesh_devices[0].device_kind}, {RANKS} ranks"),
-        ("custom calls per step", _calls_per_step(model)),
-    ):
-        out.print(f"{label:21}  {value}", markup=False)
+    _print_facts(
+        {
+            "prompt": repr(prompt),
+            "generated": repr(model.tokenizer.decode(result.tokens[0])),
+            "token ids": " ".join(map(str, result.tokens[0])),
+            "finished by": result.finish_reasons[0],
+            "devices": f"{len(mesh_devices)} x {mesh_devices[0].device_kind}, {RANKS} ranks",
+            "guarantee": result.guarantee,
+            "custom calls per step": _calls_per_step(model),
+        }
+    )
     if check:
         report = run_parity(model, ids + result.tokens[0][:-1], chunk=len(ids))
         out.print(_verdict(report))
@@ -125,11 +140,25 @@ def parity(
     raise typer.Exit(1 if report.differing_bytes else 0)
 
 
+@app.command()
+def doctor() -> None:
+    """Say what is installed, which devices there are and which guarantees hold on them; exit code 1 if one does not."""
+    _prepare_cpu(None)
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # a running job may have the GPUs' memory
+    if (platforms := jax.config.values["jax_platforms"]) and "cpu" not in platforms.split(","):
+        jax.config.update("jax_platforms", f"{platforms},cpu")  # GPUs are compared with it
+    diagnosis = diagnose()
+    _print_facts(diagnosis.facts)
+    for problem in diagnosis.problems:
+        out.print(f"problem: {problem}", markup=False)
+    raise typer.Exit(1 if diagnosis.problems else 0)
+
+
 def main() -> None:
     """Entry point: an error that the library explains is printed without a traceback, exit code 2."""
     try:
         app()
-    except (ValueError, OSError, jax.errors.JaxRuntimeError) as error:
+    except (ValueError, OSError, RuntimeError) as error:  # RuntimeError: JAX's too
         err.print(f"muse-jax: {error}", markup=False)
         raise SystemExit(2) from None
 

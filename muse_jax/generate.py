@@ -11,6 +11,7 @@ import numpy as np
 from jax import lax
 
 from muse_jax.decode import DecodeState, DecodeWeights, StepOutput, as_prompts, decode_step, init_state, prefill
+from muse_jax.guarantee import guarantee
 
 if TYPE_CHECKING:
     from muse_jax.language_model import LanguageModel
@@ -28,6 +29,8 @@ class Generation:
     """"stop" (a stop id), "length" (max_new_tokens), or "nan" (the logits were NaN; that token is not kept)."""
     steps: int
     """Decode steps after the prefill."""
+    guarantee: str
+    """`muse_jax.guarantee` of the model's devices: "bitwise", or "not bitwise: ..."."""
 
 
 def generate(
@@ -62,6 +65,7 @@ def generate(
         tokens=[row[:n].tolist() for row, n in zip(out, counts, strict=True)],
         finish_reasons=[FINISH_REASONS[r] for r in reasons],
         steps=int(steps),
+        guarantee=guarantee(model.mesh),
     )
 
 

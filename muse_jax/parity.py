@@ -20,6 +20,7 @@ from muse_jax.decode import (
     run_layers,
 )
 from muse_jax.decode.state import ring_slots
+from muse_jax.guarantee import guarantee
 
 if TYPE_CHECKING:
     from muse_jax.language_model import LanguageModel
@@ -52,6 +53,9 @@ class ParityReport:
     tokens: list[int]
     """The text that was compared: prompt and generated ids."""
     prompt_length: int
+    guarantee: str
+    """`muse_jax.guarantee` of the devices. Both sides ran on these: 0 differing bytes on an architecture that was never
+    compared says nothing about the bits of others."""
 
     @property
     def differing_bytes(self) -> int:
@@ -92,7 +96,12 @@ def parity(
     decoded, tokens = decoded_taps(model, token_ids, steps=steps, weights=weights, chunk=chunk)
     reference = {k: np.asarray(v)[0] for k, v in model.reference_taps(np.asarray([tokens], np.int32)).items()}
     layers = model.config.num_hidden_layers
-    return ParityReport(taps=list(compare(decoded, reference, layers)), tokens=tokens, prompt_length=len(token_ids))
+    return ParityReport(
+        taps=list(compare(decoded, reference, layers)),
+        tokens=tokens,
+        prompt_length=len(token_ids),
+        guarantee=guarantee(model.mesh),
+    )
 
 
 def decoded_taps(

@@ -34,7 +34,7 @@ def checkpoint(tmp_path_factory):
 def test_generate(checkpoint):
     out = muse("generate", checkpoint, "--max-new-tokens", 8, "--check")
     assert "differing bytes: 0 of" in out and re.search(r"8 x cpu, 8 ranks", out)
-    assert re.search(r"custom calls per step +2 ", out)
+    assert re.search(r"custom calls per step +2 ", out) and re.search(r"guarantee +bitwise\n", out)
     ids = re.search(r"token ids +([\d ]+)", out)
     two = muse("generate", checkpoint, "--max-new-tokens", 8, "--devices", 2)
     assert "2 x cpu" in two and ids is not None and ids.group(1).strip() in two
@@ -75,6 +75,21 @@ def test_flipped_bit_is_found(checkpoint, name, tap):
 def test_bad_input_is_explained(checkpoint, arguments, message):
     err = muse(*[checkpoint if a == "CHECKPOINT" else a for a in arguments], code=2)
     assert message in err and "Traceback" not in err
+
+
+def test_runtime_errors_are_explained(checkpoint):
+    """A real one from the communicator, as on GPUs whose muse-jax was built without CUDA."""
+    script = (
+        "from muse_jax import _native, cli, comm\n"
+        "def on_gpus(self, config, mesh):\n"
+        "    self._config, self._mesh = config, mesh\n"
+        "    self._open()\n"
+        "_native.PLATFORMS = ('cpu',)\n"
+        "comm.Communicator.__init__ = on_gpus\n"
+        "cli.main()"
+    )
+    err = run("-c", script, "generate", checkpoint, code=2)
+    assert err.startswith("muse-jax: this muse-jax was built without CUDA; reinstall it") and err.count("\n") == 1
 
 
 def test_readme_example(checkpoint, tmp_path):

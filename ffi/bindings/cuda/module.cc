@@ -2,9 +2,11 @@
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/array.h>
 #include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
 
 #include <cstring>
 #include <stdexcept>
+#include <vector>
 
 #include "ffi/bindings/registry.h"
 #include "ffi/comm/cuda/communicator.h"
@@ -49,6 +51,19 @@ void connect_communicator(int64_t key, const nb::bytes& bytes) {
   raise_if(open_communicator(key)->connect(handles));
 }
 
+std::vector<std::vector<bool>> peer_access(const std::vector<int>& ordinals) {
+  std::vector<std::vector<bool>> reach(ordinals.size(), std::vector<bool>(ordinals.size(), true));
+  for (size_t i = 0; i < ordinals.size(); ++i) {
+    for (size_t j = 0; j < ordinals.size(); ++j) {
+      if (i == j) continue;
+      bool can = false;
+      raise_if(muse::Communicator::can_reach(ordinals[i], ordinals[j], &can));
+      reach[i][j] = can;
+    }
+  }
+  return reach;
+}
+
 std::string communicator_failure(int64_t key) { return open_communicator(key)->failure(); }
 
 }  // namespace
@@ -79,5 +94,9 @@ NB_MODULE(_cuda, m) {
         "Open the workspaces of other processes' ranks.");
   m.def("communicator_failure", &communicator_failure, nb::arg("key"),
         "Empty, or which rank waited where for whom when a step gave up.");
-  m.def("architectures", [] { return std::string(MUSE_CUDA_ARCHITECTURES); });
+  m.def("peer_access", &peer_access, nb::arg("ordinals"),
+        "[i][j]: whether the i-th of these local devices can reach the memory of the j-th.");
+  m.def(
+      "architectures", [] { return std::string(MUSE_CUDA_ARCHITECTURES); },
+      "GPU architectures of this build as CMake names them, with commas between.");
 }

@@ -70,6 +70,13 @@ std::shared_ptr<Communicator> Communicator::find(int64_t key) {
   return at == registry().end() ? nullptr : at->second;
 }
 
+Status Communicator::can_reach(int device, int peer, bool* can) {
+  int answer = 0;
+  const cudaError_t e = cudaDeviceCanAccessPeer(&answer, device, peer);
+  *can = answer != 0;
+  return cuda_status("asking for peer access", e);
+}
+
 Status Communicator::build(const std::array<int, kRanks>& device_of_rank, const Plan& plan) {
   const DeviceScope scope;
   device_of_rank_ = device_of_rank;

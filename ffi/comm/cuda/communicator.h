@@ -20,6 +20,8 @@ class Communicator {
   static Status create(const std::array<int, kRanks>& device_of_rank, const Plan& plan, int64_t* key);
   static Status destroy(int64_t key);
   static std::shared_ptr<Communicator> find(int64_t key);  // null: no such communicator
+  // Whether a device can reach another's memory, which ranks on both need. Makes no CUDA context.
+  static Status can_reach(int device, int peer, bool* can);
 
   ~Communicator();
 
