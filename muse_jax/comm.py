@@ -38,20 +38,25 @@ class Communicator:
             raise RuntimeError(
                 "this muse-jax was built without CUDA; reinstall it where nvcc is on the PATH, or use CPU devices"
             )
-        c, devices = self._config, list(self._mesh.devices.flat)
+        devices = list(self._mesh.devices.flat)
         owners = [devices[rank * len(devices) // RANKS] for rank in range(RANKS)]
         here = jax.process_index()
         self.key = _cuda().create_communicator(
             [d.local_hardware_id if d.process_index == here else -1 for d in owners],
-            [c.hidden_size, c.num_attention_heads, c.num_key_value_heads, c.moe_hidden_size, c.moe_intermediate_size,
-             c.num_local_experts, c.num_experts_per_tok],
-        )  # fmt: skip
+            self.sizes(self._config),
+        )
         if any(d.process_index != here for d in owners):
             # Every process's handles, [processes, 8 * 64]; a rank's are zeros everywhere but in its owner's.
             handles = np.frombuffer(_cuda().export_handles(self.key), np.uint8)
             everyone = np.asarray(multihost_utils.process_allgather(handles))
             _cuda().connect_communicator(self.key, everyone.max(axis=0).tobytes())
             multihost_utils.sync_global_devices("muse_jax communicator connected")
+
+    @staticmethod
+    def sizes(c: MuseSparkConfig) -> list[int]:
+        """The numbers that workspaces and kernels depend on, as create_communicator takes them."""
+        return [c.hidden_size, c.num_attention_heads, c.num_key_value_heads, c.moe_hidden_size, c.moe_intermediate_size,
+                c.num_local_experts, c.num_experts_per_tok, c.vocab_size]  # fmt: skip
 
     def check(self) -> None:
         """Raise RuntimeError if a finished step gave up, saying which rank waited in which layer and phase for whom."""

@@ -18,12 +18,13 @@ constexpr int64_t kBlockWords =
 constexpr int64_t kBestWords = 2;  // a rank's best logit of a row and its token id
 constexpr int64_t kHeadRows = 16;  // rows whose logits are summed at once
 
-// One per rank, at the start of its workspace. `barrier` is cleared before every launch.
+// One per rank, at the start of its workspace. A launch changes `epoch` and `base` at its very end, when all its blocks
+// have read them.
 struct Control {
   uint32_t epoch;    // exchanges of earlier launches are older than this
-  uint32_t barrier;  // arrivals of the rank's blocks
-  uint32_t abort;    // set by whoever gives up; everyone who waits looks at it
-  uint32_t pad;
+  uint32_t barrier;  // arrivals of the rank's blocks, ever
+  uint32_t base;     // those of earlier launches
+  uint32_t abort;    // set at every rank by whoever gives up; everyone who waits or starts looks at it
 };
 
 // Why a kernel gave up, one per rank, in host memory that the device writes. code 0: it did not.
@@ -38,17 +39,22 @@ struct Report {
   volatile uint32_t source;  // the rank that was waited for, or the row that is wrong
 };
 
-// Stretches of 2048 positions whose attention sums fit the scratch at once: 16 rows of two heads at a million positions.
+// Stretches of 2048 positions whose attention sums fit the scratch at once: 16 rows of two heads at a million
+// positions.
 constexpr int64_t kStretchSums = 16384;
+
+// Builds with MUSE_TIMELINE stamp the clock between phases: events of a block in one launch, at most.
+constexpr int64_t kTimelineBlocks = 132, kTimelineEvents = 4096;
 
 struct Workspace {
   // what the head call uses too: its offsets depend on the hidden size alone
   int64_t h, best, segment_sums;
   // scratch
-  int64_t stream, q, u, o, stretch_sums, stretch_counts, group_counts, router_weights, router_experts, x, hidden_rows, f,
-      combined;
+  int64_t stream, q, u, o, stretch_sums, stretch_counts, group_counts, router_weights, router_experts, x, hidden_rows,
+      f, combined;
   // slots, [source rank][...]
   int64_t partial[2], branch[2], logits, pooled, hidden, sums;
+  int64_t timeline;  // [block][event]
   int64_t bytes;
 };
 
@@ -89,6 +95,9 @@ MUSE_FN Workspace workspace_of(const Plan& p) {
   w.pooled = take(kRanks * rows * (p.moe_columns() / 2) * 8);
   w.hidden = take(kRanks * pairs * (p.inner_columns() / 16) * kBlockWords * 8);
   w.sums = take(kRanks * pairs * 8);
+#ifdef MUSE_TIMELINE
+  w.timeline = take(kTimelineBlocks * kTimelineEvents * 8);
+#endif
   w.bytes = at;
   return w;
 }

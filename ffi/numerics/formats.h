@@ -24,6 +24,11 @@ MUSE_FN float from_bf16(uint16_t bits) { return bit_cast<float>(static_cast<uint
 
 // R(x).
 MUSE_FN uint16_t to_bf16(float x) {
+#if defined(__CUDA_ARCH__)
+  uint16_t bits;  // one instruction with the same result, canonical NaN included
+  asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(bits) : "f"(x));
+  return bits;
+#endif
   const uint32_t u = bit_cast<uint32_t>(x);
   return is_nan(x) ? kNan16 : static_cast<uint16_t>((u + 0x7FFFu + ((u >> 16) & 1u)) >> 16);
 }

@@ -26,13 +26,20 @@ ffi::Error find_ranks(const char* op, int64_t key, int32_t device, int64_t expec
   return ffi::Error::Success();
 }
 
-template <typename Args>
-void fill_places(Args* args, const Communicator& communicator, const std::vector<int32_t>& ranks, float wait_limit) {
+StepArgs args_of(const Communicator& communicator, const Prepared& prepared, const Plan& plan,
+                 const std::vector<int32_t>& ranks, float wait_limit) {
+  StepArgs args{};
+  args.plan = plan;
+  args.offsets = workspace_of(plan);
+  args.region_bytes = prepared.region_bytes;
   for (int r = 0; r < kRanks; ++r)
-    args->workspace[r] = communicator.workspace(r), args->report[r] = communicator.report(r);
-  for (size_t i = 0; i < ranks.size(); ++i) args->local[i] = ranks[i];
-  args->local_count = static_cast<int32_t>(ranks.size());
-  args->wait_limit_ns = static_cast<uint64_t>(static_cast<double>(wait_limit) * 1e9);
+    args.workspace[r] = communicator.workspace(r), args.report[r] = communicator.report(r);
+  for (size_t i = 0; i < ranks.size(); ++i) args.local[i] = ranks[i];
+  args.local_count = static_cast<int32_t>(ranks.size());
+  args.silent_rank = -1;
+  args.loopback = communicator.loopback();
+  args.wait_limit_ns = static_cast<uint64_t>(static_cast<double>(wait_limit) * 1e9);
+  return args;
 }
 
 ffi::Error layers_impl(Stream stream, int32_t device, ffi::RemainingArgs operands, ffi::RemainingRets rets,
@@ -49,19 +56,16 @@ ffi::Error layers_impl(Stream stream, int32_t device, ffi::RemainingArgs operand
     std::vector<int32_t> ranks;
     ffi::Error error = find_ranks("decode_layers", communicator_key, device, in.count, &communicator, &ranks);
     if (error.failure()) return error;
-    const Workspace offsets = workspace_of(plan);
-    if (offsets.bytes != communicator->workspace_bytes())
+    if (workspace_of(plan).bytes != communicator->workspace_bytes())
       return invalid("decode_layers: the communicator was made for a model of another shape");
-    StepArgs args{};
-    args.plan = plan;
-    args.offsets = offsets;
+    const Prepared& prepared = communicator->layers(device);
+    StepArgs args = args_of(*communicator, prepared, plan, ranks, wait_limit);
     for (size_t i = 0; i < ranks.size(); ++i) args.rank[ranks[i]] = in.local[i];
     args.shared = in.call.shared;
     args.results = in.call.results[0];
     args.epoch = in.epoch;
     args.silent_rank = static_cast<int32_t>(silent_rank);
-    fill_places(&args, *communicator, ranks, wait_limit);
-    return to_error(launch_layers(stream, args, communicator->layers_blocks(device)));
+    return to_error(launch_layers(stream, args, prepared.blocks));
   });
 }
 
@@ -78,21 +82,18 @@ ffi::Error head_impl(Stream stream, int32_t device, S32 ranks_operand, F32 x, Bf
     std::vector<int32_t> ranks;
     ffi::Error error = find_ranks("decode_head", communicator_key, device, shape.count, &communicator, &ranks);
     if (error.failure()) return error;
-    Plan plan{};
-    plan.hidden = shape.hidden;
-    const Workspace offsets = workspace_of(plan);  // h and best depend on the hidden size alone
-    HeadArgs args{};
-    args.rows = shape.rows, args.hidden = shape.hidden, args.vocab = vocab;
-    args.eps = eps, args.multiplier = multiplier, args.cap = cap;
-    args.stream = x.typed_data(), args.gain = bits(gain), args.sequence = sequence.typed_data();
+    Plan plan{};  // the offsets that the head uses depend on the hidden size alone
+    plan.rows = shape.rows, plan.hidden = shape.hidden, plan.vocab = vocab, plan.eps = eps;
+    const Prepared& prepared = communicator->head(device);
+    StepArgs args = args_of(*communicator, prepared, plan, ranks, wait_limit);
+    args.shared.stream = x.typed_data(), args.shared.sequence = sequence.typed_data();
+    args.head.multiplier = multiplier, args.head.cap = cap, args.head.gain = bits(gain);
     for (size_t i = 0; i < ranks.size(); ++i) {
-      args.lm_head[ranks[i]] = bits(lm_head) + i * shape.lm_head_elements;
-      args.logits[ranks[i]] = logits->typed_data() + i * shape.rows * shape.columns;
+      args.head.lm_head[ranks[i]] = bits(lm_head) + i * shape.lm_head_elements;
+      args.head.logits[ranks[i]] = logits->typed_data() + i * shape.rows * shape.columns;
     }
-    args.token = token->typed_data(), args.nan = nan->typed_data();
-    args.h = offsets.h, args.best = offsets.best;
-    fill_places(&args, *communicator, ranks, wait_limit);
-    return to_error(launch_head(stream, args, communicator->head_blocks(device)));
+    args.head.token = token->typed_data(), args.head.nan = nan->typed_data();
+    return to_error(launch_head(stream, args, prepared.blocks));
   });
 }
 

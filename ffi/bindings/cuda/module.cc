@@ -20,14 +20,15 @@ void raise_if(const muse::Status& status) {
   if (!status.ok()) throw std::runtime_error(status.message);
 }
 
-// sizes: hidden, query heads, kv heads, MoE hidden, MoE inner, experts, experts per token.
-int64_t create_communicator(const std::array<int, muse::kRanks>& device_of_rank, const std::array<int64_t, 7>& sizes) {
+// sizes: hidden, query heads, kv heads, MoE hidden, MoE inner, experts, experts per token, vocabulary.
+int64_t create_communicator(const std::array<int, muse::kRanks>& device_of_rank, const std::array<int64_t, 8>& sizes,
+                            bool loopback) {
   muse::Plan plan{};
   plan.hidden = sizes[0], plan.q_heads = sizes[1], plan.kv_heads = sizes[2], plan.moe_hidden = sizes[3];
-  plan.moe_inner = sizes[4], plan.experts = sizes[5], plan.top_k = sizes[6];
+  plan.moe_inner = sizes[4], plan.experts = sizes[5], plan.top_k = sizes[6], plan.vocab = sizes[7];
   int64_t key = 0;
   const nb::gil_scoped_release release;
-  raise_if(muse::Communicator::create(device_of_rank, plan, &key));
+  raise_if(muse::Communicator::create(device_of_rank, plan, loopback, &key));
   return key;
 }
 
@@ -81,7 +82,9 @@ NB_MODULE(_cuda, m) {
       },
       "Target name -> capsule, for jax.ffi.register_ffi_target.");
   m.def("create_communicator", &create_communicator, nb::arg("device_of_rank"), nb::arg("sizes"),
-        "Allocate and preload everything for the ranks on these local devices (-1: another process); returns the key.");
+        nb::arg("loopback") = false,
+        "Allocate and preload everything for the ranks on these local devices (-1: another process); returns the key. "
+        "loopback, for benchmarks: the one rank that is here plays all its peers.");
   m.def(
       "destroy_communicator",
       [](int64_t key) {
@@ -96,6 +99,16 @@ NB_MODULE(_cuda, m) {
         "Empty, or which rank waited where for whom when a step gave up.");
   m.def("peer_access", &peer_access, nb::arg("ordinals"),
         "[i][j]: whether the i-th of these local devices can reach the memory of the j-th.");
+#ifdef MUSE_TIMELINE
+  m.def(
+      "timeline",
+      [](int64_t key, int rank) {
+        std::vector<uint64_t> events(muse::kTimelineBlocks * muse::kTimelineEvents);
+        raise_if(open_communicator(key)->timeline(rank, events.data()));
+        return nb::bytes(reinterpret_cast<const char*>(events.data()), events.size() * sizeof(uint64_t));
+      },
+      nb::arg("key"), nb::arg("rank"), "Stamps of the last launch, uint64 [blocks, events], and zeros the rest.");
+#endif
   m.def(
       "architectures", [] { return std::string(MUSE_CUDA_ARCHITECTURES); },
       "GPU architectures of this build as CMake names them, with commas between.");

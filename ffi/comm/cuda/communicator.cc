@@ -2,13 +2,13 @@
 
 #include <cuda_runtime.h>
 
+#include <algorithm>
 #include <cstring>
 #include <map>
 #include <mutex>
 #include <set>
 
-#include "ffi/decode/cuda/head.h"
-#include "ffi/decode/cuda/layers.h"
+#include "ffi/decode/cuda/launches.h"
 
 namespace muse {
 namespace {
@@ -43,9 +43,10 @@ const char* phase_name(Phase phase) {
 
 }  // namespace
 
-Status Communicator::create(const std::array<int, kRanks>& device_of_rank, const Plan& plan, int64_t* key) {
+Status Communicator::create(const std::array<int, kRanks>& device_of_rank, const Plan& plan, bool loopback,
+                            int64_t* key) {
   std::shared_ptr<Communicator> communicator(new Communicator);
-  const Status status = communicator->build(device_of_rank, plan);
+  const Status status = communicator->build(device_of_rank, plan, loopback);
   if (!status.ok()) return status;
   static int64_t next_key = 1;
   const std::lock_guard<std::mutex> lock(registry_mutex);
@@ -77,10 +78,13 @@ Status Communicator::can_reach(int device, int peer, bool* can) {
   return cuda_status("asking for peer access", e);
 }
 
-Status Communicator::build(const std::array<int, kRanks>& device_of_rank, const Plan& plan) {
+Status Communicator::build(const std::array<int, kRanks>& device_of_rank, const Plan& plan, bool loopback) {
   const DeviceScope scope;
   device_of_rank_ = device_of_rank;
-  bytes_ = workspace_of(plan).bytes;
+  loopback_ = loopback;
+  const Workspace offsets = workspace_of(plan);
+  bytes_ = offsets.bytes;
+  timeline_ = offsets.timeline;
   std::set<int> devices(device_of_rank.begin(), device_of_rank.end());
   devices.erase(-1);
   cudaError_t e = cudaHostAlloc(reinterpret_cast<void**>(&host_report_), kRanks * sizeof(Report),
@@ -90,7 +94,7 @@ Status Communicator::build(const std::array<int, kRanks>& device_of_rank, const 
   if ((e = cudaHostGetDevicePointer(reinterpret_cast<void**>(&device_report_), host_report_, 0)) != cudaSuccess)
     return cuda_status("mapping the reports", e);
   for (const int device : devices) {
-    if (device < 0 || device >= static_cast<int>(layers_blocks_.size()))
+    if (device < 0 || device >= static_cast<int>(layers_.size()))
       return {"communicator: device ordinal " + std::to_string(device) + " is not supported"};
     if ((e = cudaSetDevice(device)) != cudaSuccess) return cuda_status("no such device", e);
     for (const int peer : devices) {
@@ -102,9 +106,14 @@ Status Communicator::build(const std::array<int, kRanks>& device_of_rank, const 
             ("device " + std::to_string(device) + " cannot reach the memory of device " + std::to_string(peer)).c_str(),
             e);
     }
-    Status status = prepare_layers(plan, &layers_blocks_[device]);
-    if (status.ok()) status = prepare_head(plan.hidden, &head_blocks_[device]);
+    Status status = prepare_layers(plan, &layers_[device]);
+    if (status.ok()) status = prepare_head(plan, &head_[device]);
     if (!status.ok()) return status;
+    const int ranks = static_cast<int>(ranks_of(device).size()), blocks = layers_[device].blocks;
+    if (blocks / ranks < kMinBlocks)
+      return {"communicator: device " + std::to_string(device) + " holds " + std::to_string(blocks) +
+              " blocks at once, too few for " + std::to_string(ranks) + " ranks of at least " +
+              std::to_string(kMinBlocks) + "; use more devices"};
   }
   for (int rank = 0; rank < kRanks; ++rank) {
     if (device_of_rank[rank] < 0) continue;
@@ -116,6 +125,9 @@ Status Communicator::build(const std::array<int, kRanks>& device_of_rank, const 
                          e);
     if ((e = cudaMemset(workspace_[rank], 0, bytes_)) != cudaSuccess) return cuda_status("clearing a workspace", e);
   }
+  if (loopback)
+    for (int rank = 0; rank < kRanks; ++rank)
+      if (device_of_rank[rank] < 0) workspace_[rank] = *std::max_element(workspace_.begin(), workspace_.end());
   for (const int device : devices) {
     if ((e = cudaSetDevice(device)) != cudaSuccess) return cuda_status("no such device", e);
     if ((e = cudaDeviceSynchronize()) != cudaSuccess) return cuda_status("set-up", e);
@@ -162,6 +174,7 @@ Communicator::~Communicator() {
   for (int rank = 0; rank < kRanks; ++rank) {
     if (!workspace_[rank]) continue;
     if (device_of_rank_[rank] < 0) {
+      if (loopback_) continue;
       cudaIpcCloseMemHandle(workspace_[rank]);
       continue;
     }
@@ -178,6 +191,17 @@ std::vector<int32_t> Communicator::ranks_of(int device) const {
     if (device_of_rank_[rank] == device) ranks.push_back(rank);
   return ranks;
 }
+
+#ifdef MUSE_TIMELINE
+Status Communicator::timeline(int rank, uint64_t* events) {
+  const DeviceScope scope;
+  cudaSetDevice(device_of_rank_[rank]);
+  const size_t bytes = kTimelineBlocks * kTimelineEvents * sizeof(uint64_t);
+  cudaError_t e = cudaMemcpy(events, workspace_[rank] + timeline_, bytes, cudaMemcpyDeviceToHost);
+  if (e == cudaSuccess) e = cudaMemset(workspace_[rank] + timeline_, 0, bytes);
+  return cuda_status("reading the timeline", e);
+}
+#endif
 
 std::string Communicator::failure() const {
   std::string text;

@@ -8,7 +8,7 @@
 #include <string>
 #include <vector>
 
-#include "ffi/decode/workspace.h"
+#include "ffi/decode/cuda/launches.h"
 #include "ffi/ops/launch.h"
 
 namespace muse {
@@ -16,8 +16,8 @@ namespace muse {
 class Communicator {
  public:
   // device_of_rank: local device ordinals, -1 for a rank of another process. The plan sizes the workspaces (its step
-  // part is not used).
-  static Status create(const std::array<int, kRanks>& device_of_rank, const Plan& plan, int64_t* key);
+  // part is not used). loopback, for benchmarks: the one local rank plays its seven peers.
+  static Status create(const std::array<int, kRanks>& device_of_rank, const Plan& plan, bool loopback, int64_t* key);
   static Status destroy(int64_t key);
   static std::shared_ptr<Communicator> find(int64_t key);  // null: no such communicator
   // Whether a device can reach another's memory, which ranks on both need. Makes no CUDA context.
@@ -34,21 +34,26 @@ class Communicator {
   unsigned char* workspace(int rank) const { return workspace_[rank]; }
   Report* report(int rank) const { return device_report_ + rank; }
   int64_t workspace_bytes() const { return bytes_; }
-  int layers_blocks(int device) const { return layers_blocks_[device]; }
-  int head_blocks(int device) const { return head_blocks_[device]; }
+  const Prepared& layers(int device) const { return layers_[device]; }
+  const Prepared& head(int device) const { return head_[device]; }
+  bool loopback() const { return loopback_; }
   // Empty while all is well; afterwards what was waited for. A communicator that gave up stays broken.
   std::string failure() const;
+#ifdef MUSE_TIMELINE
+  Status timeline(int rank, uint64_t* events);  // copies a local rank's stamps and clears them
+#endif
 
  private:
   Communicator() = default;
-  Status build(const std::array<int, kRanks>& device_of_rank, const Plan& plan);
+  Status build(const std::array<int, kRanks>& device_of_rank, const Plan& plan, bool loopback);
 
   std::array<int, kRanks> device_of_rank_{};
   std::array<unsigned char*, kRanks> workspace_{};
   Report* host_report_ = nullptr;    // mapped host memory, one per rank
   Report* device_report_ = nullptr;  // the same memory as devices address it
-  int64_t bytes_ = 0;
-  std::array<int, 64> layers_blocks_{}, head_blocks_{};  // by device ordinal
+  int64_t bytes_ = 0, timeline_ = 0;
+  bool loopback_ = false;
+  std::array<Prepared, 64> layers_{}, head_{};  // by device ordinal
 };
 
 }  // namespace muse

@@ -8,8 +8,8 @@ namespace muse {
 
 // A ring slot holds four NVFP4 panels (16 rows x 512 k) or eight bf16 tiles (16 rows x 128 k).
 constexpr int kSlotBytes = 4 * kPanelBytes, kSlotTiles = 8;
-// 19.5 MB over 132 blocks: 4 us of reading, as long as an exchange between ranks takes. A power of two, so that counters
-// need no division.
+// 19.5 MB over 132 blocks: 4 us of reading, as long as an exchange between ranks takes. A power of two, so that
+// counters need no division.
 constexpr int kSlotsLog2 = 5, kSlots = 1 << kSlotsLog2;
 
 // The sums of a unit of an expert GEMM until its segments are added: segments x row groups x rows x columns x fp32.

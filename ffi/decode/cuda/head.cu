@@ -29,12 +29,14 @@ __device__ __forceinline__ void reduce_warp(float& best, int32_t& id) {
   }
 }
 
-class Head : DenseSteps {
+class Head : DenseBase {
  public:
-  using DenseSteps::DenseSteps;
+  using DenseBase::DenseBase;
 
   __device__ bool run() {
     static_assert(kHeadRows == kPassRows, "the scratch holds the sums of one pass");
+    clear_inactive();
+    if (rows() == 0) return false;
     next_epoch();
     norm_rows();
     const int64_t groups = p_.head_groups();
@@ -42,11 +44,11 @@ class Head : DenseSteps {
     for (int i0 = 0; i0 < rows(); i0 += kPassRows) {
       if (!rank_barrier(Phase::kHead)) return false;  // h is written, the last pass's sums are read
       dense_pass(
-          head_job(a_, me()), mine<uint16_t>(w_.h), p_.hidden, i0,
-          [&](int group, int segment, int, const Accumulators& acc) {
-            store_sums(sums, kHeadRows, groups * 16, group, segment, i0, acc, i0);
+          head_job(a_, me()), mine<uint16_t>(w_.h), hidden(), i0,
+          [&](int group, int segment, const Accumulators& acc) {
+            store_sums(sums, kHeadRows, static_cast<int>(groups) * 16, group, segment, i0, i0, acc);
           },
-          [](int, Range) {});
+          [](Range) {});
       if (!rank_barrier(Phase::kHead)) return false;
       finish_logits(sums, i0);
     }
@@ -55,6 +57,18 @@ class Head : DenseSteps {
   }
 
  private:
+  // The results start as ones; those of inactive rows are zeros, their token stays -1.
+  __device__ void clear_inactive() {
+    const int64_t columns = p_.vocab_rank();
+#pragma unroll 1
+    for (int t = block(); t < p_.rows; t += blocks()) {
+      if (a_.shared.sequence[t] >= 0) continue;
+#pragma unroll 1
+      for (int64_t c = thread_index(); c < columns; c += kThreads) a_.head.logits[me()][t * columns + c] = 0.0f;
+      if (thread_index() == 0 && me() == a_.local[0]) a_.head.nan[t] = false;
+    }
+  }
+
   __device__ void norm_rows() {
     float* x = region<float>();
     uint16_t* h = mine<uint16_t>(w_.h);
@@ -65,17 +79,22 @@ class Head : DenseSteps {
       sync_block();
       const float r = inverse_rms(block_sumsq(p_.hidden, x, s_.partial), p_.hidden, p_.eps);
       for (int64_t c = thread_index(); c < p_.hidden; c += kThreads)
-        h[column_tile_at(i, c, p_.hidden)] = to_bf16((x[c] * r) * from_bf16(a_.head.gain[c]));
+        h[column_tile_at(i, static_cast<int>(c), hidden())] = to_bf16((x[c] * r) * from_bf16(a_.head.gain[c]));
     }
   }
 
   __device__ void finish_logits(const float* sums, int i0) {
-    const int64_t columns = p_.vocab_rank();
-    const int count = min(kPassRows, rows() - i0);
-    for (int i = 0; i < count; ++i)
-      for (int64_t c = place_.index * kThreads + thread_index(); c < columns; c += int64_t{place_.size} * kThreads)
-        a_.head.logits[me()][s_.rows.row[i0 + i] * columns + c] = softcap_logit(
-            sum_of(sums, kHeadRows, p_.head_groups() * 16, i, c), a_.head.multiplier, a_.head.cap);
+    const int columns = static_cast<int>(p_.vocab_rank()), padded = static_cast<int>(p_.head_groups()) * 16;
+    float* logits = a_.head.logits[me()];
+#pragma unroll 1
+    for (int i = i0; i < min(i0 + kPassRows, rows()); ++i)
+#pragma unroll 1
+      for (int c = block() * kThreads + thread_index(); c < columns; c += blocks() * kThreads) {
+        float s[kSegments];
+#pragma unroll
+        for (int r = 0; r < kSegments; ++r) s[r] = __ldcg(sums + (r * kHeadRows + i - i0) * padded + c);
+        logits[s_.rows.row[i] * columns + c] = softcap_logit(tree8(s), a_.head.multiplier, a_.head.cap);
+      }
   }
 
   struct ChooseRegion {
@@ -89,7 +108,7 @@ class Head : DenseSteps {
     ChooseRegion& sh = *region<ChooseRegion>();
     const int warp = thread_index() / 32, lane = thread_index() % 32;
     const int64_t columns = p_.vocab_rank();
-    const int64_t per_source = kMaxRows * kBestWords, parity = place_.epoch % 2 * kRanks * per_source * 8;
+    const int per_source = kMaxRows * kBestWords, parity = static_cast<int>(place_.epoch % 2) * kRanks * per_source * 8;
     for (int i = place_.index; i < rows(); i += place_.size) {
       const float* row = a_.head.logits[me()] + s_.rows.row[i] * columns;
       float best = 0.0f;
@@ -121,8 +140,7 @@ class Head : DenseSteps {
         uint32_t word[2] = {};
         if (lane < kRanks)
           wait(
-              Phase::kHead,
-              [&](int e) { return slots_from(lane, w_.best + parity, per_source) + i * kBestWords + e; },
+              Phase::kHead, [&](int e) { return slots_from(lane, w_.best + parity, per_source) + i * kBestWords + e; },
               [&](int) { return lane; }, word);
         __syncwarp();
         best = bit_cast<float>(word[0]);
@@ -151,17 +169,20 @@ __global__ void __launch_bounds__(kLaunchThreads, 1) decode_head(const __grid_co
   }
   __syncthreads();
   const Place& place = shared.place;
-  if (shared.rows.count > 0) {
+  if (!place.gave_up) {
     if (threadIdx.x < kThreads) {
       Head head(shared);
-      if (head.run() && place.index == 0 && threadIdx.x == 0) place.control->epoch = place.epoch;
-    } else if (threadIdx.x == kThreads) {
-      Producer producer(shared.ring, place.index, place.size);
-      producer.dense(head_job(shared.args, place.rank), (shared.rows.count + kPassRows - 1) / kPassRows);
-      producer.finish();
+      if (head.run() && place.index == 0 && threadIdx.x == 0) finish_launch(place);
     }
   }
-  __syncthreads();  // the producer's copies have landed
+  if (threadIdx.x >= kThreads) {
+    if (!place.gave_up && shared.rows.count > 0 && threadIdx.x % 32 == 0) {
+      Producer producer(shared);
+      producer.dense(head_job(shared.args, place.rank), (shared.rows.count + kPassRows - 1) / kPassRows);
+    }
+    finish_producers(shared);
+  }
+  __syncthreads();  // the producers' copies have landed
 }
 
 }  // namespace
@@ -174,17 +195,15 @@ Status prepare_head(const Plan& plan, Prepared* prepared) {
 Status launch_head(Stream stream, const StepArgs& args, int blocks) {
   const auto cuda_stream = static_cast<cudaStream_t>(stream);
   const Plan& p = args.plan;
-  cudaError_t e = clear_barriers(args, cuda_stream);
-  const auto fill = [&](void* data, int value, int64_t bytes) {
-    if (e == cudaSuccess) e = cudaMemsetAsync(data, value, bytes, cuda_stream);
-  };
-  fill(args.head.token, 0xFF, p.rows * static_cast<int64_t>(sizeof(int32_t)));  // -1: inactive
-  fill(args.head.nan, 0, p.rows);
-  for (int i = 0; i < args.local_count; ++i)
-    fill(args.head.logits[args.local[i]], 0, p.rows * p.vocab_rank() * static_cast<int64_t>(sizeof(float)));
+  cudaError_t e = fill_with_ones(args.head.token, p.rows * static_cast<int64_t>(sizeof(int32_t)), cuda_stream);
+  if (e == cudaSuccess) e = cudaMemsetAsync(args.head.nan, 1, p.rows, cuda_stream);
+  // The local ranks' logits lie side by side.
+  if (e == cudaSuccess)
+    e = fill_with_ones(args.head.logits[args.local[0]],
+                       args.local_count * p.rows * p.vocab_rank() * static_cast<int64_t>(sizeof(float)), cuda_stream);
   if (e == cudaSuccess) {
-    decode_head<<<blocks / args.local_count * args.local_count, kLaunchThreads,
-                  sizeof(BlockShared) + args.region_bytes, cuda_stream>>>(args);
+    decode_head<<<blocks / args.local_count * args.local_count, kLaunchThreads, sizeof(BlockShared) + args.region_bytes,
+                  cuda_stream>>>(args);
     e = cudaGetLastError();
   }
   return e == cudaSuccess ? Status{} : Status{std::string("decode_head: ") + cudaGetErrorString(e)};

@@ -32,13 +32,9 @@ Status prepare_kernel(const char* name, Kernel kernel, int64_t fixed_bytes, int6
   return {};
 }
 
-// Clears what every launch starts from: the barriers of this device's ranks.
-inline cudaError_t clear_barriers(const StepArgs& args, cudaStream_t stream) {
-  cudaError_t e = cudaSuccess;
-  for (int i = 0; i < args.local_count && e == cudaSuccess; ++i)
-    e = cudaMemsetAsync(args.workspace[args.local[i]] + offsetof(Control, barrier), 0, sizeof(Control::barrier),
-                        stream);
-  return e;
+// Results start as ones: what a launch that gave up leaves is NaN everywhere and token -1.
+inline cudaError_t fill_with_ones(void* data, int64_t bytes, cudaStream_t stream) {
+  return data && bytes ? cudaMemsetAsync(data, 0xFF, bytes, stream) : cudaSuccess;
 }
 
 }  // namespace muse

@@ -37,9 +37,12 @@ struct StepArgs {
   int32_t* epoch;  // the call's aliased state: {id, calls}
 };
 
+// Blocks that a rank needs, so that a run of column-parallel tasks touches no more than two K segments (budget.h).
+constexpr int kMinBlocks = kSegments;
+
 // What a communicator keeps of a kernel that it prepared on a device.
 struct Prepared {
-  int blocks = 0;  // the largest grid that is resident at once
+  int blocks = 0;             // the largest grid that is resident at once
   uint32_t region_bytes = 0;  // of shared memory that the phases use in turn
 };
 

@@ -1,5 +1,5 @@
 // The fused decode step on a GPU: one launch for all layers. The blocks of a device are shared out among its ranks; a
-// rank's blocks meet at barriers, ranks meet through slots (sync.cuh); in every block one warp streams weights and the
+// rank's blocks meet at barriers, ranks meet through slots (sync.cuh); in every block four warps stream weights and the
 // others compute. The arithmetic is ffi/decode/cpu/layers.cc's, bit for bit.
 #include <algorithm>
 
@@ -11,56 +11,126 @@
 namespace muse {
 namespace {
 
-// The computing warps' run through the layers.
+// The computing warps' run through the layers. Between phases: a barrier of the rank, or slots that were waited for.
 class Step : ExpertSteps {
  public:
   using ExpertSteps::ExpertSteps;
 
   __device__ bool run() {
-    if (!start()) return false;
+    if (!run_phase<&Step::start>(s_)) return false;
+    if (rows() == 0) return false;
+    mark(Mark::kStart);
+#pragma unroll 1
     for (int64_t l = p_.layer_begin; l < p_.layer_end; ++l) {
       if (threadIdx.x == 0) s_.place.layer = static_cast<uint32_t>(l);
       next_epoch();
-#pragma unroll 1  // one copy of the code
+#pragma unroll 1
       for (int which = 0; which < 2; ++which) {
         if (!rank_barrier(which ? Phase::kRouter : Phase::kAttention)) return false;  // h is written
         if (!(which ? moe(l) : attention(l))) return false;
-        const DenseJob job = which ? post_expert_job(p_, weights(), l) : o_job(p_, weights(), l);
-        const int64_t width = which ? p_.moe_columns() : p_.q_columns();
-        if (!row_parallel(job, mine<uint16_t>(which ? w_.combined : w_.o), width, which,
-                          which ? Phase::kCombine : Phase::kOutput) ||
-            !branch(l, which))
-          return false;
+        run_phase<&Step::gemm>(s_, l, which ? Gemm::kPostExpert : Gemm::kOutput);
+        mark(Mark::kOutput);
+        if (!run_phase<&Step::reduce>(s_, which)) return false;
+        mark(Mark::kReduce);
+        if (!run_phase<&Step::branch>(s_, l, which)) return false;
+        mark(Mark::kBranch);
       }
     }
     store_stream();
     return rank_barrier(Phase::kEnd);
   }
+
+ private:
+  // From h to the operand of o_proj.
+  __device__ bool attention(int64_t l) {
+    run_phase<&Step::gemm>(s_, l, Gemm::kQkvu);
+    mark(Mark::kProject);
+    if (!rank_barrier(Phase::kAttention)) return false;
+    run_phase<&Step::finish_heads>(s_, l);
+    mark(Mark::kHeads);
+    if (!rank_barrier(Phase::kAttention)) return false;
+    run_phase<&Step::attend_rows>(s_, l);
+    mark(Mark::kAttend);
+    return rank_barrier(Phase::kOutput);
+  }
+
+  // From h to the operand of post_expert_proj.
+  __device__ bool moe(int64_t l) {
+    run_phase<&Step::gemm>(s_, l, Gemm::kPreExpert);
+    mark(Mark::kPool);
+    if (!run_phase<&Step::route_rows>(s_, l)) return false;
+    mark(Mark::kRoute);
+    if (!rank_barrier(Phase::kExperts)) return false;
+    run_phase<&Step::group_pairs>(s_);
+    if (threadIdx.x == 0) ring_.experts_known();
+    mark(Mark::kGroup);
+    run_phase<&Step::expert_gemm>(s_, l, false);
+    mark(Mark::kFirst);
+    if (!run_phase<&Step::gather_hidden>(s_, l)) return false;
+    mark(Mark::kGather);
+    if (!rank_barrier(Phase::kHidden)) return false;
+    run_phase<&Step::expert_gemm>(s_, l, true);
+    mark(Mark::kSecond);
+    if (!rank_barrier(Phase::kCombine)) return false;
+    run_phase<&Step::sums_of_squares>(s_, l);
+    mark(Mark::kSums);
+    if (!run_phase<&Step::combine_rows>(s_, l)) return false;
+    mark(Mark::kCombine);
+    return rank_barrier(Phase::kCombine);
+  }
 };
 
-// The producer's: the weights of all layers in the order of Step's phases.
+// The next layer's norms, gates and router rows are read directly, by few blocks and with nothing to hide their
+// latency: every block brings its part into L2.
+__device__ void prefetch_small(const Producer& producer, const StepArgs& a, const Place& place, int64_t l) {
+  const Plan& p = a.plan;
+  const int own = static_cast<int>(p.experts_rank()), length = static_cast<int>(p.hidden / kSegments);
+  const Range router = part(own * kSegments, place.index, place.size);
+  producer.prefetch(
+      router.end - router.begin,
+      [&](int i) {
+        const int task = router.begin + i;
+        return a.rank[place.rank].router + p.router(l) + task % own * p.hidden + task / own * length;
+      },
+      length * 4);
+  const auto spread = [&](const void* data, int64_t bytes) {
+    constexpr int kPiece = 2048;
+    const Range pieces = part(static_cast<int32_t>(bytes / kPiece), place.index, place.size);
+    producer.prefetch(
+        pieces.end - pieces.begin,
+        [&](int i) { return static_cast<const unsigned char*>(data) + (pieces.begin + i) * kPiece; }, kPiece);
+  };
+  spread(a.shared.gates + 4 * l * p.hidden, 16 * p.hidden);
+  spread(a.shared.hidden_gains + 3 * l * p.hidden, 6 * p.hidden);
+  spread(a.shared.moe_gains + 2 * l * p.moe_hidden, 4 * p.moe_hidden);
+}
+
+// The producers': the weights of all layers in the order of Step's phases.
 __device__ void stream_weights(BlockShared& s) {
   const Plan& p = s.args.plan;
-  const Place& place = s.place;
-  const RankPointers& w = s.args.rank[place.rank];
-  Producer producer(s.ring, place.index, place.size);
+  const RankPointers& w = s.args.rank[s.place.rank];
+  Producer producer(s);
   const int passes = (s.rows.count + kPassRows - 1) / kPassRows;
-  const Range router = part(p.experts_rank() * kSegments, place.index, place.size);
-  const int64_t length = p.hidden / kSegments;
+#pragma unroll 1
   for (int64_t l = p.layer_begin; l < p.layer_end; ++l) {
-    if (!producer.dense(qkvu_job(p, w, l), passes) || !producer.dense(o_job(p, w, l), passes)) break;
-    for (int32_t task = router.begin; task < router.end; ++task)  // read directly, so only into L2
-      producer.prefetch(w.router + p.router(l) + task % p.experts_rank() * p.hidden +
-                            task / p.experts_rank() * length,
-                        static_cast<uint32_t>(length * sizeof(float)));
-    if (!producer.dense(pre_expert_job(p, w, l), passes)) break;
-    if (!producer.wait_experts_known(static_cast<uint32_t>(l - p.layer_begin))) break;
-    if (!producer.experts(expert_job(p, w, s.args.region_bytes, l, false), s.expert, s.slices) ||
-        !producer.experts(expert_job(p, w, s.args.region_bytes, l, true), s.expert, s.slices) ||
-        !producer.dense(post_expert_job(p, w, l), passes))
-      break;
+    prefetch_small(producer, s.args, s.place, l);
+    bool staying = true;
+#pragma unroll 1  // one copy of the code for four dense GEMMs, one for two of the experts
+    for (int stage = 0; stage < 6 && staying; ++stage) {
+      if (stage == 3) staying = producer.wait_experts_known(static_cast<uint32_t>(l - p.layer_begin));
+      if (!staying) break;
+      if (stage == 3 || stage == 4) {
+        staying = producer.experts(expert_job(p, w, s.args.region_bytes, l, stage == 4));
+        continue;
+      }
+      staying = producer.dense(stage == 0   ? qkvu_job(p, w, l)
+                               : stage == 1 ? o_job(p, w, l)
+                               : stage == 2 ? pre_expert_job(p, w, l)
+                                            : post_expert_job(p, w, l),
+                               passes);
+    }
+    if (!staying) break;
   }
-  producer.finish();
 }
 
 __global__ void __launch_bounds__(kLaunchThreads, 1) decode_layers(const __grid_constant__ StepArgs args) {
@@ -71,33 +141,31 @@ __global__ void __launch_bounds__(kLaunchThreads, 1) decode_layers(const __grid_
   __syncthreads();
   const Place& place = shared.place;
   if (static_cast<int32_t>(place.rank) == args.silent_rank) return;
-  const bool work = !shared.rows.bad && shared.rows.count > 0;
+  const bool work = !shared.rows.bad && !place.gave_up;
   if (threadIdx.x < kThreads) {
-    take_registers<kComputeRegisters>();
     if (shared.rows.bad && place.index == 0 && threadIdx.x == 0)
       give_up(place, kBadRows, Phase::kEmbed, shared.rows.bad - 1);
     Step step(shared);
-    // The last barrier lies behind every block's reading of the old epoch.
     if (work && step.run() && place.index == 0 && threadIdx.x == 0) {
-      place.control->epoch = place.epoch;
+      finish_launch(place);
       if (static_cast<int32_t>(place.rank) == args.local[0]) args.epoch[1] += 1;
     }
   } else {
-    give_registers<kProducerRegisters>();
-    if (work && threadIdx.x == kThreads) stream_weights(shared);
+    if (work && shared.rows.count > 0 && threadIdx.x % 32 == 0) stream_weights(shared);
+    finish_producers(shared);
   }
-  __syncthreads();  // the producer's copies have landed
+  __syncthreads();  // the producers' copies have landed
 }
 
 int64_t region_bytes(const Plan& p) {
   const int64_t group = p.q_heads / p.kv_heads;
   return std::max<int64_t>({dense_operand_bytes(p.hidden), row_parallel_operand_bytes(p.q_columns()),
-                   row_parallel_operand_bytes(p.moe_columns()),
-                   2 * p.hidden * 4,                                                       // a row and its branch
-                   (kWarps + 1) * group * (kHeadDim + 1) * 4 + group * kHeadDim * 2,       // attention
-                   static_cast<int64_t>(sizeof(float) * 2048 + 256) + p.moe_hidden * 4,    // router
-                   p.experts * 8 + kMaxPairs * 2,                                          // pairs by expert
-                   int64_t{kMinUnits} * kUnitSumBytes});
+                            row_parallel_operand_bytes(p.moe_columns()),
+                            2 * p.hidden * 4,  // a row and its branch
+                            (kChunksPerStretch + 1) * group * (kHeadDim + 1) * 4 + group * kHeadDim * 2,  // attention
+                            static_cast<int64_t>(sizeof(float) * 2048 + 256) + p.moe_hidden * 4,          // router
+                            p.experts * 8 + kMaxPairs * 4,  // pairs by expert
+                            int64_t{kMinUnits} * kUnitSumBytes});
 }
 
 }  // namespace
@@ -112,18 +180,13 @@ Status prepare_layers(const Plan& plan, Prepared* prepared) {
 
 Status launch_layers(Stream stream, const StepArgs& args, int blocks) {
   const auto cuda_stream = static_cast<cudaStream_t>(stream);
-  cudaError_t e = clear_barriers(args, cuda_stream);
-  // Inactive rows read as zeros.
   const Plan& p = args.plan;
   const int64_t run = p.layer_end - p.layer_begin;
-  const auto clear = [&](void* data, int64_t bytes) {
-    if (e == cudaSuccess && data && bytes) e = cudaMemsetAsync(data, 0, bytes, cuda_stream);
-  };
-  clear(args.results.stream, p.rows * p.hidden * 4);
-  if (args.results.tap_residuals) {
-    clear(args.results.tap_residuals, run * 2 * p.rows * p.hidden * 4);
-    clear(args.results.tap_experts, run * p.rows * p.top_k * 4);
-    clear(args.results.tap_weights, run * p.rows * p.top_k * 4);
+  cudaError_t e = fill_with_ones(args.results.stream, p.rows * p.hidden * 4, cuda_stream);
+  if (e == cudaSuccess && args.results.tap_residuals) {
+    e = fill_with_ones(args.results.tap_residuals, run * 2 * p.rows * p.hidden * 4, cuda_stream);
+    if (e == cudaSuccess) e = fill_with_ones(args.results.tap_experts, run * p.rows * p.top_k * 4, cuda_stream);
+    if (e == cudaSuccess) e = fill_with_ones(args.results.tap_weights, run * p.rows * p.top_k * 4, cuda_stream);
   }
   if (e == cudaSuccess) {
     const int grid = blocks / args.local_count * args.local_count;

@@ -1,4 +1,4 @@
-// Row reductions of the contract by one block: warp w < 8 takes segment w, sixteen lanes of it.
+// Row reductions of the contract by one block: warp w takes segment w, sixteen lanes of it.
 #pragma once
 
 #include "ffi/decode/cuda/block.cuh"
@@ -13,19 +13,18 @@ __device__ __forceinline__ float fold_warp(float lane_sum) {
 }
 
 // sumsq of a row of n floats in shared memory; `partial` holds eight floats. All threads get the result.
-__device__ __forceinline__ float block_sumsq(int64_t n, const float* x, float* partial) {
+inline __device__ __noinline__ float block_sumsq(int64_t n, const float* x, float* partial) {
   const int warp = thread_index() / 32, lane = thread_index() % 32;
-  if (warp < kSegments) {
-    const int length = static_cast<int>(n / kSegments);
-    const float* segment = x + warp * length;
-    float sum = 0.0f;
-    if (lane < kLanes) {
+  static_assert(kWarps == kSegments, "a warp per segment");
+  const int length = static_cast<int>(n / kSegments);
+  const float* segment = x + warp * length;
+  float sum = 0.0f;
+  if (lane < kLanes) {
 #pragma unroll 8
-      for (int i = lane; i < length; i += kLanes) sum = fma1(segment[i], segment[i], sum);
-    }
-    sum = fold_warp(sum);
-    if (lane == 0) partial[warp] = sum;
+    for (int i = lane; i < length; i += kLanes) sum = fma1(segment[i], segment[i], sum);
   }
+  sum = fold_warp(sum);
+  if (lane == 0) partial[warp] = sum;
   sync_block();
   const float total = tree8(partial);
   sync_block();  // `partial` may be written again

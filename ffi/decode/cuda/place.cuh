@@ -5,30 +5,35 @@
 
 namespace muse {
 
-__device__ __forceinline__ Place place_of(const StepArgs& args, int64_t layer) {
-  const uint32_t size = gridDim.x / args.local_count;
-  const int rank = args.local[blockIdx.x / size];
-  Control* control = reinterpret_cast<Control*>(args.workspace[rank]);
-  return {control,
-          args.report[rank],
-          now() + args.wait_limit_ns,
-          static_cast<uint32_t>(rank),
-          blockIdx.x % size,
-          size,
-          static_cast<uint32_t>(layer),
-          load_relaxed(&control->epoch),
-          0,
-          0,
-          0};
-}
-
 // The start of a kernel: parameters to shared memory (the compiler keeps what it derives from parameters in registers
 // for the whole launch), the block's place, the ring. Followed by __syncthreads.
 __device__ __forceinline__ void start_block(const StepArgs& args, BlockShared& shared) {
   for (uint32_t i = threadIdx.x; i < sizeof(StepArgs) / 4; i += kLaunchThreads)
     reinterpret_cast<uint32_t*>(&shared.args)[i] = reinterpret_cast<const uint32_t*>(&args)[i];
-  if (threadIdx.x == 0) shared.place = place_of(args, args.plan.layer_begin);
+  if (threadIdx.x == 0) {
+    const uint32_t size = gridDim.x / args.local_count;
+    const int rank = args.local[blockIdx.x / size];
+    Place& place = shared.place;
+    place.workspace = shared.args.workspace;
+    place.control = reinterpret_cast<Control*>(args.workspace[rank]);
+    place.report = args.report[rank];
+    place.deadline = now() + args.wait_limit_ns;
+    place.rank = rank;
+    place.index = blockIdx.x % size;
+    place.size = size;
+    place.layer = static_cast<uint32_t>(args.plan.layer_begin);
+    place.epoch = load_relaxed(&place.control->epoch);
+    place.arrivals = load_relaxed(&place.control->base);
+    place.chunk = place.events = 0;
+    place.gave_up = load_relaxed(&place.control->abort);  // an earlier step's failure; nothing works until the rebuild
+  }
   if (threadIdx.x == kThreads) Ring(shared.ring).init();
+}
+
+// The end, by one thread of a rank's first block behind the launch's last barrier: what the next launch starts from.
+__device__ __forceinline__ void finish_launch(const Place& place) {
+  place.control->epoch = place.epoch;
+  place.control->base = place.arrivals;
 }
 
 }  // namespace muse

@@ -1,16 +1,24 @@
-// The producer: one thread that walks the block's schedule and keeps the weight ring full. It never waits for a phase,
-// only for a free slot, and once per layer to be told which experts are in use.
+// The producers: one thread of each producer warp walks the block's schedule and keeps the weight ring full. They never
+// wait for a phase, only for free slots, and once per layer to be told which experts are in use.
+//
+// Chunks go to the producers in turn: one alone would spend longer on a chunk than the memory does. They sleep on
+// mbarriers; polling would take the shared-memory pipe from the warps that compute.
 #pragma once
 
 #include "ffi/decode/cuda/ring.cuh"
 #include "ffi/decode/cuda/schedule.h"
-#include "ffi/decode/cuda/sync.cuh"
+#include "ffi/decode/cuda/step.cuh"
 
 namespace muse {
 
 class Producer {
  public:
-  __device__ Producer(RingShared& ring, uint32_t index, uint32_t size) : ring_(ring), index_(index), size_(size) {
+  __device__ explicit Producer(BlockShared& shared)
+      : s_(shared),
+        ring_(shared.ring),
+        index_(shared.place.index),
+        size_(shared.place.size),
+        which_((threadIdx.x - kThreads) / 32) {
     // Weights are read once: let them not push activations out of L2.
     asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy_));
   }
@@ -19,59 +27,74 @@ class Producer {
   __device__ bool dense(const DenseJob& job, int passes) {
     const Range range = part(job.tasks(), index_, size_);
     const int32_t chunks = job.chunks();
+#pragma unroll 1
     for (int pass = 0; pass < passes; ++pass)
+#pragma unroll 1
       for (int32_t first = range.begin; first < range.end; first += kWarps) {
         const int32_t at_once = min(kWarps, range.end - first);
+#pragma unroll 1
         for (int32_t c = 0; c < chunks; ++c) {
-          const uint32_t bytes = job.chunk_tiles(c) * kTile * 2;
-          int32_t segment = first / job.groups, group = first % job.groups;
-          for (int32_t w = 0; w < at_once; ++w) {
-            if (!fill(reinterpret_cast<const unsigned char*>(job.chunk(group, segment, c)), bytes)) return false;
-            if (++group == job.groups) group = 0, ++segment;
-          }
+          const auto from = [&](int32_t i) {
+            const int32_t segment = (first + i) / job.groups;
+            return reinterpret_cast<const unsigned char*>(job.chunk(first + i - segment * job.groups, segment, c));
+          };
+          if (!round(at_once, from, job.chunk_tiles(c) * kTile * 2)) return false;
         }
       }
     return true;
   }
 
-  // `expert` and the number of slices as group_pairs left them.
-  __device__ bool experts(const ExpertJob& job, const int16_t* expert, int slices) {
-    const Range range = part(int64_t{slices} * job.groups, index_, size_);
-    const int32_t at_once = job.units_at_once(), chunks = job.chunks(), per_unit = kSegments * job.unit_groups;
-    for (int32_t batch = 0; batch < job.batches(range); ++batch) {
-      const Range units = job.batch(range, batch);
-      for (int32_t first = units.begin; first < units.end; first += at_once) {
-        const int32_t in_round = min(at_once, units.end - first);
-        for (int32_t c = 0; c < chunks; ++c)
-          for (int32_t u = 0; u < in_round; ++u) {
-            const int32_t unit = first + u, slice = unit / job.groups;
-            const unsigned char* from =
-                job.group(expert[slice], unit % job.groups * job.unit_groups) + c * job.chunk_bytes;
-            for (int32_t w = 0; w < per_unit; ++w, from += job.segment_bytes)
-              if (!fill(from, job.bytes(c))) return false;
-          }
-      }
+  // The experts in use, as group_pairs left them.
+  __device__ bool experts(const ExpertJob& job) {
+    const Range range = part(s_.slices * job.groups, index_, size_);
+    const int32_t chunks = job.chunks(), in_round = kSegments * job.unit_groups;
+#pragma unroll 1
+    for (int32_t unit = range.begin; unit < range.end; ++unit) {
+      const int32_t slice = unit / job.groups;
+      const unsigned char* first = job.group(s_.expert[slice], (unit - slice * job.groups) * job.unit_groups);
+#pragma unroll 1
+      for (int32_t c = 0; c < chunks; ++c, first += job.chunk_bytes)
+        if (!round(in_round, [&](int32_t i) { return first + i * job.segment_bytes; }, job.bytes(c))) return false;
     }
     return true;
   }
 
-  __device__ void prefetch(const void* from, uint32_t bytes) const {
-    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes) : "memory");
+  // Of n pieces of `bytes` at from(i), this producer's share into L2.
+  template <typename From>
+  __device__ __forceinline__ void prefetch(int32_t n, From from, uint32_t bytes) const {
+#pragma unroll 1
+    for (int32_t i = which_; i < n; i += kProducerWarps)
+      asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from(i)), "r"(bytes) : "memory");
   }
+
   __device__ bool wait_experts_known(uint32_t layer) const { return ring_.wait_experts_known(layer); }
-  __device__ void finish() const { ring_.drain(chunk_); }
 
  private:
-  __device__ bool fill(const unsigned char* from, uint32_t bytes) {
-    const bool filled = ring_.fill(chunk_, from, bytes, policy_);
-    chunk_ += filled;
-    return filled;
+  // The chunks that the computing warps use side by side; chunk i lies at from(i). A slot's chunks all fall to the same
+  // producer.
+  template <typename From>
+  __device__ __forceinline__ bool round(int32_t count, From from, uint32_t bytes) {
+    static_assert(kSlots % kProducerWarps == 0, "a slot belongs to one producer");
+#pragma unroll 1
+    for (int32_t i = (which_ - chunk_) % kProducerWarps; i < count; i += kProducerWarps) {
+      if (!ring_.wait_free(chunk_ + i)) return false;
+      ring_.fetch(chunk_ + i, from(i), bytes, policy_);
+    }
+    chunk_ += count;
+    return true;
   }
 
+  BlockShared& s_;
   const Ring ring_;
-  const uint32_t index_, size_;
+  const uint32_t index_, size_, which_;
   uint64_t policy_;
   uint32_t chunk_ = 0;
 };
+
+// By all threads of the producer warps, when the walk is over.
+__device__ __forceinline__ void finish_producers(BlockShared& shared) {
+  sync_producers();
+  if (threadIdx.x - kThreads < kSlots) Ring(shared.ring).drain(threadIdx.x % 32);
+}
 
 }  // namespace muse

@@ -1,8 +1,10 @@
-// The weight ring: shared-memory slots that one producer thread fills with bulk copies, far ahead of the warps that
+// The weight ring: shared-memory slots that the producer warps fill with bulk copies, far ahead of the warps that
 // compute. Each chunk of weights is read by one warp, which then gives its slot back.
 //
-// Chunk c of a block's sequence lies in slot c mod slots. Producer and readers count chunks in the same order
-// (schedule.h), so nothing but two mbarriers per slot passes between them.
+// Chunk c of a block's sequence lies in slot c mod slots. Producers and readers count chunks in the same order
+// (schedule.h), so all that passes between them is, per slot, two mbarriers and the number of the chunk asked for. The
+// number is needed because a parity tells a phase from the one before it only, and warps do not keep step: a reader may
+// be at a slot's next chunk while another still waits for this one.
 #pragma once
 
 #include "ffi/decode/cuda/budget.h"
@@ -24,19 +26,19 @@ __device__ __forceinline__ void barrier_arrive(uint64_t* barrier) {
 // True once the phase with this parity is over; waits a short while by itself.
 __device__ __forceinline__ bool barrier_passed(uint64_t* barrier, uint32_t parity) {
   uint32_t passed;
-  asm volatile(
-      "{ .reg .pred p; mbarrier.try_wait.parity.shared.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }"
-      : "=r"(passed)
-      : "r"(shared_address(barrier)), "r"(parity)
-      : "memory");
+  asm volatile("{ .reg .pred p; mbarrier.try_wait.parity.shared.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }"
+               : "=r"(passed)
+               : "r"(shared_address(barrier)), "r"(parity)
+               : "memory");
   return passed != 0;
 }
 
 struct RingShared {
   alignas(128) unsigned char slots[kSlots][kSlotBytes];
   uint64_t full[kSlots], empty[kSlots];
-  uint64_t experts_known;     // one arrival per layer: the producer may read which experts are in use
-  volatile uint32_t leaving;  // somebody gave up: nobody waits any more
+  volatile uint32_t issued[kSlots];  // 1 + the last chunk that a producer asked for
+  uint64_t experts_known;            // one arrival per layer: the producers may read which experts are in use
+  volatile uint32_t leaving;         // somebody gave up: nobody waits any more
 };
 
 class Ring {
@@ -45,16 +47,16 @@ class Ring {
 
   // By one thread, before the block's first __syncthreads.
   __device__ void init() const {
-    for (int i = 0; i < kSlots; ++i) barrier_init(&s_.full[i], 1), barrier_init(&s_.empty[i], 1);
+    for (int i = 0; i < kSlots; ++i) barrier_init(&s_.full[i], 1), barrier_init(&s_.empty[i], 1), s_.issued[i] = 0;
     barrier_init(&s_.experts_known, 1);
     s_.leaving = 0;
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
   }
 
-  // A reader: chunk c. The producer leaves only after the readers did, and a copy takes microseconds.
+  // A reader: chunk c. The producers leave only after the readers did, and a copy takes microseconds.
   __device__ __forceinline__ const unsigned char* wait(uint32_t c) const {
     const uint32_t slot = c % kSlots, parity = (c >> kSlotsLog2) & 1u;
-    while (!barrier_passed(&s_.full[slot], parity)) {
+    while (s_.issued[slot] != c + 1 || !barrier_passed(&s_.full[slot], parity)) {
     }
     return s_.slots[slot];
   }
@@ -65,26 +67,33 @@ class Ring {
     if (lane == 0) barrier_arrive(&s_.empty[c % kSlots]);
   }
 
-  // The producer: chunk c = `bytes` (a multiple of 16) at `source`. False: the block is leaving.
-  __device__ __forceinline__ bool fill(uint32_t c, const unsigned char* source, uint32_t bytes, uint64_t policy) const {
-    const uint32_t slot = c % kSlots, use = c >> kSlotsLog2;
+  // A producer: until chunk c may be fetched. False: the block is leaving.
+  __device__ __forceinline__ bool wait_free(uint32_t c) const {
+    const uint32_t use = c >> kSlotsLog2;
     if (use)
-      while (!barrier_passed(&s_.empty[slot], (use - 1) & 1u))
+      while (!barrier_passed(&s_.empty[c % kSlots], (use - 1) & 1u))
         if (s_.leaving) return false;
-    const uint32_t full = shared_address(&s_.full[slot]);
+    return true;
+  }
+
+  // Chunk c = `bytes` (a multiple of 16) at `source`; its slot is free.
+  __device__ __forceinline__ void fetch(uint32_t c, const unsigned char* source, uint32_t bytes,
+                                        uint64_t policy) const {
+    const uint32_t slot = c % kSlots, full = shared_address(&s_.full[slot]);
+    s_.issued[slot] = c + 1;
     asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(full), "r"(bytes) : "memory");
     asm volatile(
         "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;" ::
             "r"(shared_address(s_.slots[slot])),
         "l"(source), "r"(bytes), "r"(full), "l"(policy)
         : "memory");
-    return true;
   }
 
-  // The producer, before the block ends: copies in flight must not land in the shared memory of whoever comes next.
-  __device__ void drain(uint32_t filled) const {
-    for (uint32_t c = filled > kSlots ? filled - kSlots : 0; c < filled; ++c)
-      while (!barrier_passed(&s_.full[c % kSlots], (c >> kSlotsLog2) & 1u)) {
+  // By one warp once all producers have stopped: copies in flight must not land in the shared memory of the next block.
+  __device__ void drain(int lane) const {
+    static_assert(kSlots == 32, "a lane per slot");
+    if (const uint32_t issued = s_.issued[lane])
+      while (!barrier_passed(&s_.full[lane], ((issued - 1) >> kSlotsLog2) & 1u)) {
       }
   }
 

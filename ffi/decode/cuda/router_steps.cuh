@@ -1,4 +1,4 @@
-// Router of a layer: logits, the choice, and the pooled rows as expert operands.
+// Router of a layer: the choice of experts, and the pooled rows as expert operands.
 #pragma once
 
 #include <cuda_fp16.h>
@@ -7,205 +7,169 @@
 
 namespace muse {
 
-class RouterSteps : protected AttentionSteps {
+class RouterSteps : public AttentionSteps {
  public:
   using AttentionSteps::AttentionSteps;
 
- protected:
-  // pre_expert_proj and the router share their operand. Router sums travel as eight segment sums each, which spares the
-  // rank a meeting of its blocks; the pooled rows' would be too many, so the last of a row group's eight tasks adds them.
-  __device__ void pool(int64_t l) {
-    float* sums = mine<float>(w_.segment_sums);
-    dense(
-        pre_expert_job(p_, weights(), l), mine<uint16_t>(w_.h), p_.hidden,
-        [&](int group, int segment, int i0, const Accumulators& acc) {
-          store_sums(sums, kMaxRows, p_.moe_columns(), group, segment, i0, acc);
-          push_pooled(sums, group, i0);
-        },
-        [&](int i0, Range segments) { router_dots(l, i0, segments); });
-  }
-
-  __device__ void push_pooled(const float* sums, int group, int i0) {
-    const int lane = thread_index() % 32;
-    uint32_t* counter = mine<uint32_t>(w_.group_counts) + i0 / kPassRows * (p_.moe_columns() / 16) + group;
-    uint32_t arrived = 0;
-    __threadfence();
-    __syncwarp();
-    if (lane == 0) arrived = atomicAdd(counter, 1u);
-    if (__shfl_sync(~0u, arrived, 0) != kSegments - 1) return;
-    if (lane == 0) *counter = 0;  // for the next layer, which lies behind barriers
-    __threadfence();
-    const int64_t half = p_.moe_columns() / 2;
-    for (int at = lane; at < min(kPassRows, rows() - i0) * 8; at += 32) {
-      const int i = i0 + at / 8;
-      const int64_t column = group * 16 + at % 8 * 2;
-      float s[2][kSegments];
-#pragma unroll
-      for (int r = 0; r < kSegments; ++r) {
-        const float2 two =
-            __ldcg(reinterpret_cast<const float2*>(sums + (r * kMaxRows + i) * p_.moe_columns() + column));
-        s[0][r] = two.x;
-        s[1][r] = two.y;
-      }
-      push_all(w_.pooled, kMaxRows * half, i * half + column / 2,
-               pack(to_bf16(tree8(s[0])), to_bf16(tree8(s[1]))));
-    }
-  }
-
-  // Segment sums of this block's run of (segment, expert of this rank) for one pass of rows: half a warp per row.
-  __device__ void router_dots(int64_t l, int i0, Range segments) {
-    const int warp = thread_index() / 32, lane = thread_index() % 32, j = lane % 16;
-    const int own = static_cast<int>(p_.experts_rank()), count = min(kPassRows, rows() - i0), pairs = (count + 1) / 2;
-    const Range range = part(int64_t{own} * kSegments, place_.index, place_.size);
-    const int64_t length = p_.hidden / kSegments;
-    for (int unit = warp; unit < (range.end - range.begin) * pairs; unit += kWarps) {
-      const int task = range.begin + unit / pairs, segment = task / own, e = task % own;
-      const int i = min(unit % pairs * 2 + lane / 16, count - 1);
-      const float* row = weights().router + p_.router(l) + e * p_.hidden + segment * length + j;
-      const uint16_t* h = region<uint16_t>() + column_tile_at(i, (segment - segments.begin) * length + j, 0);
-      float sum = 0.0f;
-#pragma unroll 8
-      for (int b = 0; b < static_cast<int>(length) / 16; ++b)
-        sum = fma1(from_bf16(h[b * kTile]), __ldg(row + b * 16), sum);
-      sum = fold_warp(sum);
-      // The eight lanes of each half store for eight ranks.
-      if (j < kRanks)
-        store_slot(slots_to(j, w_.logits, int64_t{kMaxRows} * own * kSegments) +
-                       (int64_t{i0 + i} * own + e) * kSegments + segment,
-                   bit_cast<uint32_t>(sum), place_.epoch);
-    }
-  }
-
-  struct RouterRegion {
-    float keys[1024], probability[1024];
-    int32_t chosen[kMaxTopK], order[kMaxTopK];
-    float row[];  // the pooled row
-  };
-
   // Every rank routes every row for itself: choice, weights, normed pooled row as expert operand.
   __device__ bool route_rows(int64_t l) {
-    const int64_t own = p_.experts_rank(), half = p_.moe_columns() / 2;
+    const int own = static_cast<int>(p_.experts_rank()), half = static_cast<int>(p_.moe_columns()) / 2;
+    const int experts = static_cast<int>(p_.experts);
     RouterRegion& sh = *region<RouterRegion>();
-    for (int i = place_.index; i < rows(); i += place_.size) {
+#pragma unroll 1
+    for (int i = first_row(kRouteRows); i < rows(); i += blocks()) {
       sync_block();
-      for (int e = thread_index(); e < p_.experts; e += kThreads) {
-        const int source = static_cast<int>(e / own);
+#pragma unroll 1
+      for (int e = thread_index(); e < experts; e += kThreads) {
+        const int source = e / own;
+        const float bias = __ldg(a_.shared.router_bias + static_cast<int>(l) * experts + e);
+        const uint64_t* first =
+            slots_from(source, w_.logits, kMaxRows * own * kSegments) + (i * own + e - source * own) * kSegments;
         uint32_t word[kSegments] = {};
-        wait(
-            Phase::kRouter,
-            [&](int s) {
-              return slots_from(source, w_.logits, kMaxRows * own * kSegments) + (i * own + e % own) * kSegments + s;
-            },
-            [&](int) { return source; }, word);
+        wait(Phase::kRouter, [&](int s) { return first + s; }, [&](int) { return source; }, word);
         float s[kSegments];
+#pragma unroll
         for (int r = 0; r < kSegments; ++r) s[r] = bit_cast<float>(word[r]);
         const float probability = sigmoid(tree8(s) * p_.router_multiplier);
         sh.probability[e] = probability;
-        sh.keys[e] = probability + a_.shared.router_bias[l * p_.experts + e];
+        sh.key[e] = sortable(probability + bias);
       }
-      constexpr int kWords = 4;
-      for (int64_t c0 = thread_index(); c0 < p_.moe_hidden / 2; c0 += kWords * kThreads) {
-        const auto at = [&](int e) { return min(c0 + e * kThreads, p_.moe_hidden / 2 - 1); };
+      constexpr int kWords = 2;
+#pragma unroll 1
+      for (int c0 = thread_index(); c0 < moe_hidden() / 2; c0 += kWords * kThreads) {
+        const auto at = [&](int e) { return min(c0 + e * kThreads, moe_hidden() / 2 - 1); };
         uint32_t word[kWords] = {};
         wait(
             Phase::kRouter,
             [&](int e) {
-              return slots_from(static_cast<int>(at(e) / half), w_.pooled, kMaxRows * half) + i * half + at(e) % half;
+              const int source = at(e) / half;
+              return slots_from(source, w_.pooled, kMaxRows * half) + i * half + at(e) - source * half;
             },
-            [&](int e) { return static_cast<int>(at(e) / half); }, word);
-        for (int e = 0; e < kWords; ++e) {
-          sh.row[2 * at(e)] = from_bf16(static_cast<uint16_t>(word[e]));
-          sh.row[2 * at(e) + 1] = from_bf16(static_cast<uint16_t>(word[e] >> 16));
-        }
+            [&](int e) { return at(e) / half; }, word);
+#pragma unroll
+        for (int e = 0; e < kWords; ++e)
+          reinterpret_cast<float2*>(sh.row)[at(e)] = {low_bf16(word[e]), high_bf16(word[e])};
       }
       if (!all_alive()) return false;
-      if (thread_index() / 32 == kWarps - 1) choose(l, i, sh);  // a warp that the sum of squares leaves free
-      const uint16_t* g = a_.shared.moe_gains + 2 * l * p_.moe_hidden;
-      const float r = inverse_rms(block_sumsq(p_.moe_hidden, sh.row, s_.partial), p_.moe_hidden, p_.eps);
-      uint16_t* out = mine<uint16_t>(w_.x) + i * expert_row(p_.moe_hidden);
-      for (int64_t b = thread_index(); b < p_.moe_hidden / 16; b += kThreads) {
-        uint16_t x[16];
-        for (int k = 0; k < 16; ++k) x[k] = to_bf16((sh.row[16 * b + k] * r) * from_bf16(g[16 * b + k]));
-        store_expert_block(l, x, 0, out, p_.moe_hidden, b);
+      rank_experts(sh, experts);
+      const float r = inverse_rms(block_sumsq(moe_hidden(), sh.row, s_.partial), moe_hidden(), p_.eps);
+      if (thread_index() / 32 == kWarps - 1) weigh(l, i, sh);
+      const uint16_t* g = a_.shared.moe_gains + 2 * static_cast<int>(l) * moe_hidden();
+      uint16_t* out = mine<uint16_t>(w_.x) + i * expert_row(moe_hidden());
+#pragma unroll 1
+      for (int k0 = 0; k0 < moe_hidden(); k0 += kThreads) {
+        const int k = k0 + thread_index();
+        if (k >= moe_hidden()) break;  // whole warps: moe_hidden is a multiple of 128
+        uint16_t x = to_bf16((sh.row[k] * r) * from_bf16(__ldg(g + k)));
+        if (p_.kind[l].nvfp4 && p_.quantize_activations) {
+          const Quantized q = quantize(x, a_.shared.input_scales[2 * l]);
+          x = code_value(q.code, from_e4m3(q.scale));
+        }
+        const uint32_t two = pack(x, static_cast<uint16_t>(__shfl_down_sync(~0u, static_cast<uint32_t>(x), 1)));
+        if (k % 2 == 0)
+          *reinterpret_cast<uint32_t*>(operand_block(out, moe_hidden(), k / 16) + (k & 7) / 2 * 8 + (k >> 3 & 1) * 2) =
+              two;
       }
     }
     return true;
   }
 
+ protected:
+  struct RouterRegion {
+    uint32_t key[1024];
+    float probability[1024];
+    int32_t chosen[kMaxTopK], order[kMaxTopK];
+    float row[];  // the pooled row
+  };
+
   // Expert operands are rows of 16-bit numbers, each of eight segments padded to whole panels; a pair of 16-blocks lies
   // so that lane (g, t) reads the four registers of column g with one 16-byte load.
-  __device__ int64_t expert_row(int64_t k) const { return kSegments * p_.panels(k) * kPanelBlocks * 16; }
-  // Where lane t's four numbers of 16-block b stand in the row.
-  __device__ int64_t expert_block(int64_t k, int64_t b, int t) const {
-    const int64_t blocks = k / kSegments / 16, segment = b / blocks, own = b % blocks;
-    return (segment * p_.panels(k) * kPanelBlocks + own / 2 * 2) * 16 + t * 8 + own % 2 * 4;
+  __device__ int expert_row(int k) const { return kSegments * panel_blocks(k) * 16; }
+  __device__ int panel_blocks(int k) const {  // of a segment
+    return (k / 128 + static_cast<int>(kPanelBlocks) - 1) & ~(static_cast<int>(kPanelBlocks) - 1);
   }
 
-  // A block of 16 bf16 values as expert operand: as it is, or quantised.
-  __device__ void store_expert_block(int64_t l, const uint16_t (&x)[16], int gemm, uint16_t* out, int64_t k,
-                                     int64_t b) const {
-    if (p_.kind[l].nvfp4 && p_.quantize_activations) {
-      uint8_t codes[16];
-      const uint8_t sf = quantize_block(x, a_.shared.input_scales[2 * l + gemm], codes);
-      store_codes(codes, sf, out, k, b);
-    } else {
-      store_operand(x, out, k, b);
-    }
+  // Where 16-block b of a row of k numbers starts; numbers 2t, 2t+1, 2t+8, 2t+9 of it stand from 8 t on.
+  __device__ uint16_t* operand_block(uint16_t* row, int k, int b) const {
+    const int blocks = k / 128, segment = b / blocks, own = b - segment * blocks;
+    return row + (segment * panel_blocks(k) + (own & ~1)) * 16 + (own & 1) * 4;
   }
 
   // Code times block scale has six significant bits: exact in fp16.
-  __device__ void store_codes(const uint8_t (&codes)[16], uint8_t sf, uint16_t* out, int64_t k, int64_t b) const {
-    const float scale = from_e4m3(sf);
-    uint16_t x[16];
-    for (int i = 0; i < 16; ++i) x[i] = __half_as_ushort(__float2half_rn(from_e2m1(codes[i]) * scale));
-    store_operand(x, out, k, b);
+  __device__ static uint16_t code_value(uint32_t code, float scale) {
+    return __half_as_ushort(__float2half_rn(from_e2m1(code) * scale));
   }
 
-  __device__ void store_operand(const uint16_t (&x)[16], uint16_t* out, int64_t k, int64_t b) const {
-    for (int t = 0; t < 4; ++t)
-      *reinterpret_cast<uint2*>(out + expert_block(k, b, t)) =
-          uint2{pack(x[2 * t], x[2 * t + 1]), pack(x[2 * t + 8], x[2 * t + 9])};
+  // Two neighbouring codes (the low byte's nibbles) times their scale, given twice as fp16. (eem) << 9 is the fp16
+  // number code * 2^-14.
+  __device__ static uint32_t code_pair(uint32_t codes, __half2 scale) {
+    const uint32_t bits = (codes & 7u) << 9 | (codes & 8u) << 12 | (codes & 0x70u) << 21 | (codes & 0x80u) << 24;
+    const __half2 value = __hmul2(__hmul2(bit_cast<__half2>(bits), __half2half2(__float2half_rn(16384.0f))), scale);
+    return bit_cast<uint32_t>(value);
   }
 
-  // The K largest keys by one warp, as route_row of ffi/ops/router/row.h.
-  __device__ void choose(int64_t l, int i, RouterRegion& sh) {
-    const int lane = thread_index() % 32, k_count = static_cast<int>(p_.top_k), experts = static_cast<int>(p_.experts);
-    const auto better = [](float a, int a_id, float b, int b_id) {  // is (a, a_id) ahead of (b, b_id)?
-      if (b_id < 0) return a_id >= 0;
-      if (a_id < 0) return false;
-      if (is_nan(a) || is_nan(b)) return is_nan(a) == is_nan(b) ? a_id < b_id : is_nan(b);
-      return a != b ? a > b : a_id < b_id;
-    };
-    uint32_t taken = 0;  // bit e / 32 of this lane's experts
-    for (int slot = 0; slot < k_count; ++slot) {
-      float best = 0.0f;
-      int id = -1;
-      for (int e = lane; e < experts; e += 32)
-        if (!(taken >> (e / 32) & 1u) && better(sh.keys[e], e, best, id)) best = sh.keys[e], id = e;
-      for (int step = 16; step; step /= 2) {
-        const float other = __shfl_xor_sync(~0u, best, step);
-        const int other_id = __shfl_xor_sync(~0u, id, step);
-        if (better(other, other_id, best, id)) best = other, id = other_id;
-      }
-      if (id % 32 == lane) taken |= 1u << (id / 32);
-      if (lane == 0) sh.chosen[slot] = id;
+  // quantize_block of formats.h, one of the block's sixteen numbers per lane; all lanes of the warp come here.
+  struct Quantized {
+    uint8_t scale;
+    uint32_t code;
+  };
+  __device__ static Quantized quantize(uint16_t x, float input_scale) {
+    float amax = abs32(from_bf16(x));
+    bool finite = bf16_finite(x);
+#pragma unroll
+    for (int step = 1; step < 16; step *= 2) {
+      amax = fmaxf(amax, __shfl_xor_sync(~0u, amax, step));
+      finite = __shfl_xor_sync(~0u, finite, step) && finite;
     }
-    __syncwarp();
-    if (lane < k_count) {  // ascending expert id
+    const uint8_t sf = finite ? to_e4m3_sat((amax / 6.0f) / input_scale) : kNan8;
+    const bool zero = sf == 0 || sf == kNan8;
+    return {sf, zero ? 0u : to_e2m1_sat(from_bf16(x) / (from_e4m3(sf) * input_scale))};
+  }
+
+ private:
+  // Keys as unsigned numbers of the same order; NaN below all others.
+  __device__ static uint32_t sortable(float key) {
+    const uint32_t bits = bit_cast<uint32_t>(key == 0.0f ? 0.0f : key);  // -0 and +0 are equal
+    return is_nan(key) ? 0u : bits >> 31 ? ~bits : bits | 0x80000000u;
+  }
+
+  // The K largest keys in descending order, ties to the lowest id: two threads count who is ahead of an expert.
+  __device__ void rank_experts(RouterRegion& sh, int experts) const {
+#pragma unroll 1
+    for (int e0 = 0; e0 < experts; e0 += kThreads / 2) {
+      const int e = e0 + thread_index() / 2, odd = thread_index() % 2;
+      const uint32_t mine = sh.key[min(e, experts - 1)];
+      int ahead = 0;
+#pragma unroll 4
+      for (int o = odd; o < experts; o += 2) {
+        const uint32_t other = sh.key[o];
+        ahead += other > mine || (other == mine && o < e);
+      }
+      ahead += __shfl_xor_sync(~0u, ahead, 1);
+      if (e < experts && ahead < top_k() && !odd) sh.chosen[ahead] = e;
+    }
+  }
+
+  // By one warp: the chosen experts' weights.
+  __device__ void weigh(int64_t l, int i, RouterRegion& sh) const {
+    const int lane = thread_index() % 32;
+    if (lane < top_k()) {  // ascending expert id
       int at = 0;
-      for (int k = 0; k < k_count; ++k) at += sh.chosen[k] < sh.chosen[lane];
+#pragma unroll 1
+      for (int k = 0; k < top_k(); ++k) at += sh.chosen[k] < sh.chosen[lane];
       sh.order[at] = lane;
     }
     __syncwarp();
     float sum = 0.0f;
-    for (int k = 0; k < k_count; ++k) sum = sum + sh.probability[sh.chosen[sh.order[k]]];
-    if (lane < k_count) {
+#pragma unroll 1
+    for (int k = 0; k < top_k(); ++k) sum = sum + sh.probability[sh.chosen[sh.order[k]]];
+    if (lane < top_k()) {
       const float weight = canonical(sh.probability[sh.chosen[lane]] / (sum + 1e-15f) * p_.routed_scaling);
-      const int64_t at = int64_t{i} * k_count + lane;
+      const int at = i * top_k() + lane;
       mine<int32_t>(w_.router_experts)[at] = sh.chosen[lane];
       mine<float>(w_.router_weights)[at] = weight;
       if (a_.results.tap_residuals && me() == a_.local[0]) {
-        const int64_t tap = ((l - p_.layer_begin) * p_.rows + s_.rows.row[i]) * k_count + lane;
+        const int64_t tap = ((l - p_.layer_begin) * p_.rows + s_.rows.row[i]) * top_k() + lane;
         a_.results.tap_experts[tap] = sh.chosen[lane];
         a_.results.tap_weights[tap] = weight;
       }

@@ -1,6 +1,7 @@
 // Which weights a block reads, in which order: the producer that fetches them and the warps that use them both walk
 // this schedule and count chunks (ring.cuh). A GEMM's work is cut into tasks of one warp, one chain over a K segment of
-// 16 output columns, and a block takes a contiguous run of them, so that all blocks finish within one task of each other.
+// 16 output columns, and a block takes a contiguous run of them, so that all blocks finish within one task of each
+// other.
 #pragma once
 
 #include "ffi/decode/cuda/budget.h"
@@ -12,9 +13,10 @@ struct Range {
   int32_t begin, end;
 };
 
-// Part `index` of `size` of `total` things.
-MUSE_FN Range part(int64_t total, uint32_t index, uint32_t size) {
-  return {static_cast<int32_t>(total * index / size), static_cast<int32_t>(total * (index + 1) / size)};
+// Part `index` of `size` of `total` things; products stay far below 2^31.
+MUSE_FN Range part(int32_t total, uint32_t index, uint32_t size) {
+  return {static_cast<int32_t>(static_cast<uint32_t>(total) * index / size),
+          static_cast<int32_t>(static_cast<uint32_t>(total) * (index + 1) / size)};
 }
 
 // A bf16 GEMM. Tasks are ordered by segment, then row group, so that a block needs few segments of the operand.
@@ -52,8 +54,9 @@ MUSE_FN DenseJob post_expert_job(const Plan& p, const RankPointers& w, int64_t l
   return row_parallel_job(w.post_expert + p.post_expert(l), p.hidden, p.moe_columns());
 }
 
-// One GEMM of the experts in use. The first takes 16 gate and 16 up rows as one unit, so that SwiGLU stays in the block;
-// the second 16 rows. Sixteen warps are eight segments of two row groups: one unit of the first, two of the second.
+// One GEMM of the experts in use. A unit is two row groups of 16: for the first GEMM a gate and an up group, so that
+// SwiGLU stays in the block; for the second two neighbours, or one where their number is odd. A warp takes a segment of
+// both side by side.
 struct ExpertJob {
   const unsigned char* weights;  // expert 0
   int64_t expert_bytes;
@@ -64,8 +67,6 @@ struct ExpertJob {
   int32_t k_blocks;       // 16-blocks of K in a segment, padded for NVFP4
   int32_t held;           // units whose sums the block's region holds
 
-
-  MUSE_FN int32_t units_at_once() const { return 2 / unit_groups; }
   MUSE_FN int32_t chunks() const { return (segment_bytes + chunk_bytes - 1) / chunk_bytes; }
   MUSE_FN int32_t bytes(int32_t c) const {
     return segment_bytes - c * chunk_bytes < chunk_bytes ? segment_bytes - c * chunk_bytes : chunk_bytes;
@@ -85,8 +86,9 @@ struct ExpertJob {
 MUSE_FN ExpertJob expert_job(const Plan& p, const RankPointers& w, uint32_t region_bytes, int64_t l, bool second) {
   ExpertJob job{};
   const int64_t k = second ? p.moe_inner : p.moe_hidden, blocks = k / kSegments / 16;
-  job.groups = static_cast<int32_t>((second ? p.moe_columns() : p.inner_columns()) / 16);
-  job.unit_groups = second ? 1 : 2;
+  const int32_t rows = static_cast<int32_t>(second ? p.moe_columns() : 2 * p.inner_columns());
+  job.unit_groups = rows % 32 ? 1 : 2;
+  job.groups = rows / 16 / job.unit_groups;
   job.held = static_cast<int32_t>(region_bytes) / (kUnitSumBytes / 2 * job.unit_groups);
   if (p.kind[l].nvfp4) {
     job.weights = second ? w.w2_fp4 + p.w2_fp4(l, 0, 0) : w.w13_fp4 + p.w13_fp4(l, 0, 0);

@@ -25,9 +25,46 @@ struct BlockShared {
   int16_t expert[kMaxPairs];
   int16_t first[kMaxPairs + 1];
   int32_t slices;
-  int32_t flag;  // what one thread found out for all
+  int32_t flag;                         // what one thread found out for all
   alignas(128) unsigned char region[];  // what the phases use in turn
 };
+
+// What a stamp of the timeline ends; kWait: the barrier after it.
+enum class Mark : uint8_t {
+  kWait,
+  kStart,
+  kProject,
+  kHeads,
+  kAttend,
+  kOutput,
+  kReduce,
+  kBranch,
+  kPool,
+  kRoute,
+  kGroup,
+  kFirst,
+  kGather,
+  kSecond,
+  kSums,
+  kCombine
+};
+
+__device__ __forceinline__ uint32_t pack(uint16_t low, uint16_t high) {
+  return static_cast<uint32_t>(low) | static_cast<uint32_t>(high) << 16;
+}
+__device__ __forceinline__ float low_bf16(uint32_t two) { return from_bf16(static_cast<uint16_t>(two)); }
+__device__ __forceinline__ float high_bf16(uint32_t two) { return from_bf16(static_cast<uint16_t>(two >> 16)); }
+
+// Runs one phase as a function of its own, so that the compiler shares out registers phase by phase instead of keeping
+// one phase's numbers through the others.
+template <auto kPhase, typename Steps, typename Result, typename... Args>
+__device__ __noinline__ Result run_phase_of(Result (Steps::*)(Args...), BlockShared& shared, Args... args) {
+  return (Steps(shared).*kPhase)(args...);
+}
+template <auto kPhase, typename... Args>
+__device__ __forceinline__ auto run_phase(BlockShared& shared, Args... args) {
+  return run_phase_of<kPhase>(kPhase, shared, args...);
+}
 
 class StepBase {
  public:
@@ -40,37 +77,62 @@ class StepBase {
         ring_(shared.ring) {}
 
  protected:
+  // 32-bit forms of what fits: 64-bit products and quotients are long code.
   __device__ int rows() const { return s_.rows.count; }
   __device__ int me() const { return static_cast<int>(place_.rank); }
+  __device__ int hidden() const { return static_cast<int>(p_.hidden); }
+  __device__ int moe_hidden() const { return static_cast<int>(p_.moe_hidden); }
+  __device__ int top_k() const { return static_cast<int>(p_.top_k); }
+  __device__ int blocks() const { return static_cast<int>(place_.size); }
+  __device__ int block() const { return static_cast<int>(place_.index); }
+
+  // The first row of this block in a phase that gives each row to one block. Phases start at different blocks, so that
+  // no multiprocessor needs the code of them all: its instruction cache holds about 128 KB.
+  enum RowPhase { kBranchRows = 4, kRouteRows = 5, kCombineRows = 6 };  // eighths of the blocks
+  __device__ int first_row(RowPhase phase) const { return (block() + blocks() - blocks() * phase / 8) % blocks(); }
+
   template <typename T>
   __device__ T* mine(int64_t offset) const {
     return reinterpret_cast<T*>(a_.workspace[me()] + offset);
   }
   template <typename T>
-  __device__ T* region(int64_t bytes = 0) const {
+  __device__ T* region(int bytes = 0) const {
     return reinterpret_cast<T*>(s_.region + bytes);
   }
-  __device__ float* stream(int i) const { return mine<float>(w_.stream) + i * p_.hidden; }
+  __device__ float* stream(int i) const { return mine<float>(w_.stream) + i * hidden(); }
   __device__ const RankPointers& weights() const { return a_.rank[me()]; }
 
-  // Slot words of `what` that source rank `source` filled here; `per_source` words each.
-  __device__ const uint64_t* slots_from(int source, int64_t offset, int64_t per_source) const {
+  // Slot words at `offset` that source rank `source` filled here; `per_source` words each.
+  __device__ const uint64_t* slots_from(int source, int64_t offset, int per_source) const {
     return mine<uint64_t>(offset) + source * per_source;
+  }
+  // Where this rank stores for rank `to`. Alone on its own (loopback), a rank plays all its peers: what it would send
+  // them it stores as if they had sent it.
+  __device__ uint64_t* slots_to(int to, int64_t offset, int per_source) const {
+    return reinterpret_cast<uint64_t*>(a_.workspace[to] + offset) + (a_.loopback ? to : me()) * per_source;
+  }
+  __device__ void push_all(int64_t offset, int per_source, int word, uint32_t data) const {
+    const uint32_t epoch = place_.epoch;
+    const int own = a_.loopback ? 0 : me(), step = a_.loopback ? per_source : 0;
+    const int64_t at = offset + int64_t{own * per_source + word} * 8;
+#pragma unroll
+    for (int r = 0; r < kRanks; ++r)
+      store_slot(reinterpret_cast<uint64_t*>(a_.workspace[r] + at) + r * step, data, epoch);
   }
   // A new round of exchanges; all threads have read the old number at a barrier before, and read the new one after one.
   __device__ void next_epoch() {
     if (thread_index() == 0) ++place_.epoch;
     sync_block();
   }
-  // Where this rank, or a part of a row that it owns, stores for rank `to`. Alone on its own (loopback), a rank plays
-  // all its peers: what it would send them it stores as if they had sent it.
-  __device__ uint64_t* slots_to(int to, int64_t offset, int64_t per_source) const {
-    return reinterpret_cast<uint64_t*>(a_.workspace[to] + offset) + (a_.loopback ? to : me()) * per_source;
+  // A stamp of the timeline: what ended here. Nothing unless the build asks for it.
+  __device__ __forceinline__ void mark([[maybe_unused]] Mark what) {
+#ifdef MUSE_TIMELINE
+    if (thread_index() == 0 && place_.events < kTimelineEvents)
+      mine<uint64_t>(w_.timeline)[place_.index * kTimelineEvents + place_.events++] =
+          static_cast<uint64_t>(clock64()) << 8 | static_cast<uint64_t>(what);
+#endif
   }
-  __device__ void push_all(int64_t offset, int64_t per_source, int64_t word, uint32_t data) const {
-#pragma unroll
-    for (int r = 0; r < kRanks; ++r) store_slot(slots_to(r, offset, per_source) + word, data, place_.epoch);
-  }
+
   // N slots' data, all loads in flight together. slot(r) and source(r) say where and from whom. Without data when
   // somebody gave up: the next barrier says so.
   template <int N, typename Slot, typename Source>
@@ -96,10 +158,14 @@ class StepBase {
     sync_block();
     return leave_if(place_.gave_up);
   }
-  __device__ bool rank_barrier(Phase phase) { return leave_if(!muse::rank_barrier(place_, phase)); }
+  __device__ bool rank_barrier(Phase phase) {
+    const bool alive = leave_if(!muse::rank_barrier(place_, phase));
+    mark(Mark::kWait);
+    return alive;
+  }
 
   __device__ const uint16_t* gain(int64_t l, int which) const {
-    return a_.shared.hidden_gains + (3 * l + which) * p_.hidden;
+    return a_.shared.hidden_gains + (3 * static_cast<int>(l) + which) * hidden();
   }
 
   const StepArgs& a_;

@@ -9,13 +9,15 @@ namespace muse {
 
 // A block's view of its rank, the time and how far it is; in shared memory, and changed by thread 0 only.
 struct Place {
-  Control* control;  // of this rank
+  unsigned char* const* workspace;  // of all ranks
+  Control* control;                 // of this rank
   Report* report;
   uint64_t deadline;           // globaltimer, ns
   uint32_t rank, index, size;  // block `index` of `size` that serve this rank
   uint32_t layer, epoch;       // of the exchanges in this layer
-  uint32_t barriers;           // of the rank, so far
+  uint32_t arrivals;           // at the rank's barriers, ever, once all blocks have come to the last one
   uint32_t chunk;              // of the weight ring, at the start of the phase
+  uint32_t events;             // of the timeline, so far
   volatile uint32_t gave_up;   // some thread of the block waited too long
 };
 
@@ -48,14 +50,19 @@ __device__ __forceinline__ uint64_t load_slot(const uint64_t* slot) {
   return word;
 }
 
-__device__ __forceinline__ void give_up(const Place& place, ReportCode code, Phase phase, uint32_t source) {
-  // The first of the rank reports; the report lies in host memory, which has no device atomics.
+// The first of a rank to give up reports (the report lies in host memory, which has no device atomics) and tells all
+// ranks, so that nobody waits out a limit of his own.
+inline __device__ __noinline__ void give_up(const Place& place, ReportCode code, Phase phase, uint32_t source) {
   if (atomicCAS(&place.control->abort, 0u, 1u) != 0u) return;
   place.report->layer = place.layer;
   place.report->phase = phase;
   place.report->source = source;
   __threadfence_system();
   place.report->code = code;
+  for (int r = 0; r < kRanks; ++r) {
+    uint32_t* abort = &reinterpret_cast<Control*>(place.workspace[r])->abort;
+    asm volatile("st.relaxed.sys.global.u32 [%0], %1;" ::"l"(abort), "r"(1u) : "memory");
+  }
   __threadfence_system();
 }
 
@@ -63,7 +70,7 @@ __device__ __forceinline__ void give_up(const Place& place, ReportCode code, Pha
 constexpr uint64_t kBarrierGrace = 250'000'000;  // ns
 
 // Looked at now and then by whoever spins.
-__device__ __forceinline__ bool should_leave(const Place& place, Phase phase, uint32_t source, uint64_t grace = 0) {
+inline __device__ __noinline__ bool should_leave(const Place& place, Phase phase, uint32_t source, uint64_t grace = 0) {
   if (load_relaxed(&place.control->abort)) return true;
   if (now() < place.deadline + grace) return false;
   give_up(place, kTimedOut, phase, source);
@@ -71,13 +78,15 @@ __device__ __forceinline__ bool should_leave(const Place& place, Phase phase, ui
 }
 
 // All blocks of the rank; what they wrote before is visible after. False: somebody gave up, leave the kernel.
-__device__ __forceinline__ bool rank_barrier(Place& place, Phase phase) {
+inline __device__ __noinline__ bool rank_barrier(Place& place, Phase phase) {
   sync_block();
   if (thread_index() == 0) {
     __threadfence();
     atomicAdd(&place.control->barrier, 1u);
-    const uint32_t target = ++place.barriers * place.size;
-    for (uint32_t spins = 1; !place.gave_up && load_acquire(&place.control->barrier) < target; ++spins)
+    const uint32_t target = place.arrivals += place.size;
+    // The count runs on through all launches and wraps around.
+    for (uint32_t spins = 1; !place.gave_up && static_cast<int32_t>(load_acquire(&place.control->barrier) - target) < 0;
+         ++spins)
       if (spins % 256 == 0 && should_leave(place, phase, place.rank, kBarrierGrace)) place.gave_up = 1;
     __threadfence();
   }
