@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 SOURCES := $(shell find ffi -type f) CMakeLists.txt pyproject.toml
 
-.PHONY: demo test lint test-gpu test-matrix cuda-archs clean
+.PHONY: demo test lint test-gpu gpu-suite test-matrix cuda-archs clean
 .DELETE_ON_ERROR:
 
 # Editable: Python files are used as they are, and these stamps rebuild the C++ when it changes. The second brings what tests
@@ -36,12 +36,14 @@ lint: $(VENV)/tools
 test: lint
 	$(BIN)/python -m pytest -n 2 --dist loadfile
 
-# Everything on the GPUs at hand, against the CPU's bits.
-test-gpu: $(VENV)/tools
+# Everything on the GPUs at hand, against the CPU's bits; ends with a table.
+test-gpu:
+	@if nvidia-smi --list-gpus >/dev/null 2>&1; then $(MAKE) --no-print-directory gpu-suite; \
+	else echo "test-gpu: no GPU here (nvidia-smi lists none), nothing was run"; fi
+
+gpu-suite: $(VENV)/tools
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable ".[test,cuda]"
-	@if $(BIN)/python -c "import jax; jax.devices('gpu')" 2>/dev/null; then \
-	  XLA_PYTHON_CLIENT_PREALLOCATE=false JAX_PLATFORMS=cuda,cpu $(BIN)/python -m pytest -v tests/gpu; \
-	else echo "test-gpu: JAX sees no GPU here, nothing was run"; fi
+	XLA_PYTHON_CLIENT_PREALLOCATE=false JAX_PLATFORMS=cuda,cpu $(BIN)/python -m pytest tests/gpu
 
 # The oldest supported pair, the release that GPU machines have, and the newest; $(call matrix,name,python,jax).
 PYTHON312 ?= $(firstword $(wildcard $(HOME)/.pyenv/versions/3.12.*/bin/python) python3.12)

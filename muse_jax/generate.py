@@ -1,4 +1,4 @@
-"""Greedy generation: the whole loop is one `lax.while_loop` of fused decode steps."""
+"""Greedy generation: the whole loop is one `lax.while_loop` of fused decode steps, on GPUs one CUDA graph."""
 
 import dataclasses
 import functools
@@ -10,7 +10,16 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from muse_jax.decode import DecodeState, DecodeWeights, StepOutput, as_prompts, decode_step, init_state, prefill
+from muse_jax.decode import (
+    GRAPH_OPTIONS,
+    DecodeState,
+    DecodeWeights,
+    StepOutput,
+    as_prompts,
+    decode_step,
+    init_state,
+    prefill,
+)
 from muse_jax.guarantee import guarantee
 
 if TYPE_CHECKING:
@@ -69,7 +78,9 @@ def generate(
     )
 
 
-@functools.partial(jax.jit, static_argnames=("max_new_tokens",), donate_argnames=("state",))
+@functools.partial(
+    jax.jit, static_argnames=("max_new_tokens",), donate_argnames=("state",), compiler_options=GRAPH_OPTIONS
+)
 def _loop(weights: DecodeWeights, state: DecodeState, first: StepOutput, stops: jax.Array, max_new_tokens: int):
     """Returns (ids [B, max_new], reason [B], kept ids [B], steps, state: returned so that its buffers are reused)."""
     batch = state.batch

@@ -4,10 +4,20 @@ from muse_jax.decode.hlo import custom_calls
 from muse_jax.decode.prefill import as_prompts, prefill, prefill_whole
 from muse_jax.decode.rows import MAX_ROWS, Rows, chain_rows, next_rows, tree_rows
 from muse_jax.decode.state import DecodeState, init_state
-from muse_jax.decode.step import StepOutput, Taps, check_state, check_tokens, decode_step, run_head, run_layers
+from muse_jax.decode.step import (
+    GRAPH_OPTIONS,
+    StepOutput,
+    Taps,
+    check_state,
+    check_tokens,
+    decode_step,
+    run_head,
+    run_layers,
+)
 from muse_jax.decode.weights import DecodeWeights
 
 __all__ = [
+    "GRAPH_OPTIONS",
     "MAX_ROWS",
     "DecodeState",
     "DecodeWeights",

@@ -27,6 +27,16 @@ WAIT_LIMIT = {"cpu": 60.0, "gpu": 10.0}
 """Seconds that one rank waits for another before the step ends in an error. Eight CPU devices share few cores, so that
 ordinary work can hold one of them up for long."""
 
+GRAPH_OPTIONS: dict[str, bool | int | float | str] = {
+    # XLA's defaults and WHILE. The name of the option in XLA_FLAGS takes "+WHILE"; here the whole list is needed.
+    "xla_gpu_enable_command_buffer": (
+        "FUSION,CUBLAS,CUBLASLT,CUDNN,CUSTOM_CALL,CONDITIONAL,DYNAMIC_SLICE_FUSION,WHILE"
+    ),
+    "xla_gpu_graph_min_graph_size": 1,
+}
+"""For `jax.jit(loop, compiler_options=GRAPH_OPTIONS)`: on GPUs every loop of steps in that program, its condition
+included, becomes one CUDA graph, so that the host is not asked between steps. Without effect on other backends."""
+
 # Operands of the layers call after the rows and before the weights, and the weights, in the order that
 # ffi/bindings/decode.cc reads them.
 _CACHES = ("k_full", "v_full", "k_ring", "v_ring")

@@ -81,17 +81,21 @@ __device__ __forceinline__ void attend_chunk(const AttentionUnit& u, int chunk, 
   const int begin = max(chunk * kChunk, first / 16 * 16), end = min(chunk * kChunk + kChunk - 1, position);
   KeyBlock keys;
   int slot = 0;
-  if (begin <= end) load_keys(u, slot = block_slot(u, begin, first, position, lane), g, t, keys);
+  // The first turn only fetches, so that the code of fetching is there once.
 #pragma unroll 1
-  for (int start = begin; start <= end; start += 16) {
-    ValueBlock values;
-    load_values(u, slot, g, t, values);
+  for (int start = begin - 16; start <= end; start += 16) {
+    const bool inside = start >= begin;
     float score[2][2] = {};
+    ValueBlock values;
+    if (inside) {
+      load_values(u, slot, g, t, values);
 #pragma unroll
-    for (int n = 0; n < 2; ++n)
+      for (int n = 0; n < 2; ++n)
 #pragma unroll
-      for (int b = 0; b < 4; ++b) mma_bf16_low(score[n], q[b], keys.key[n][b]);
+        for (int b = 0; b < 4; ++b) mma_bf16_low(score[n], q[b], keys.key[n][b]);
+    }
     if (start + 16 <= end) load_keys(u, slot = block_slot(u, start + 16, first, position, lane), g, t, keys);
+    if (!inside) continue;
     uint32_t p[2];
 #pragma unroll
     for (int n = 0; n < 2; ++n) {

@@ -65,61 +65,51 @@ __device__ __forceinline__ void codes_to_bf16(uint32_t word, float2 scale, uint3
   }
 }
 
-// acc += the chains of kGroups row groups, side by side, over a chunk's panels; they share the tokens.
-template <ExpertKind kKind, int kGroups>
-__device__ __forceinline__ void chain_panels(const unsigned char* const* chunk, int panels, int lane,
-                                             const TokenOperand& x, float (*acc)[4]) {
+// acc += the chain over a chunk's panels, whose first block is x[0].
+template <ExpertKind kKind>
+__device__ __forceinline__ void chain_panels(const unsigned char* chunk, int panels, int lane, const TokenOperand& x,
+                                             float (&acc)[4]) {
 #pragma unroll
   for (int p = 0; p < kSlotBytes / kPanelBytes; ++p) {
     if (p >= panels) break;
-    PanelScales scales[kGroups];
-#pragma unroll
-    for (int i = 0; i < kGroups; ++i) scales[i] = panel_scales(chunk[i] + p * kPanelBytes, lane);
+    const unsigned char* panel = chunk + p * kPanelBytes;
+    const PanelScales scales = panel_scales(panel, lane);
 #pragma unroll
     for (int b = 0; b < kPanelBlocks; b += 4) {
-      uint4 words[kGroups];
+      const uint4 words = *reinterpret_cast<const uint4*>(panel + panel_code(b, lane));
 #pragma unroll
-      for (int i = 0; i < kGroups; ++i)
-        words[i] = *reinterpret_cast<const uint4*>(chunk[i] + p * kPanelBytes + panel_code(b, lane));
-#pragma unroll
-      for (int e = 0; e < 4; ++e)
-#pragma unroll
-        for (int i = 0; i < kGroups; ++i) {
-          const uint32_t word = e == 0 ? words[i].x : e == 1 ? words[i].y : e == 2 ? words[i].z : words[i].w;
-          const float2 scale = scales[i].of(b + e);
-          uint32_t a[4];
-          if (kKind == ExpertKind::kW4A4) {
-            // The block's exact sum from a zero accumulator; the token operand carries its own block scale.
-            codes_to_fp16(word, a);
-            float sum[4] = {0.0f, 0.0f, 0.0f, 0.0f};
-            mma_fp16(sum, a, x[p * kPanelBlocks + b + e]);
-            acc[i][0] = fma1(sum[0], scale.x, acc[i][0]);
-            acc[i][1] = fma1(sum[1], scale.x, acc[i][1]);
-            acc[i][2] = fma1(sum[2], scale.y, acc[i][2]);
-            acc[i][3] = fma1(sum[3], scale.y, acc[i][3]);
-          } else {
-            codes_to_bf16(word, scale, a);
-            mma_bf16(acc[i], a, x[p * kPanelBlocks + b + e]);
-          }
+      for (int e = 0; e < 4; ++e) {
+        const uint32_t word = e == 0 ? words.x : e == 1 ? words.y : e == 2 ? words.z : words.w;
+        const float2 scale = scales.of(b + e);
+        uint32_t a[4];
+        if (kKind == ExpertKind::kW4A4) {
+          // The block's exact sum from a zero accumulator; the token operand carries its own block scale.
+          codes_to_fp16(word, a);
+          float sum[4] = {0.0f, 0.0f, 0.0f, 0.0f};
+          mma_fp16(sum, a, x[p * kPanelBlocks + b + e]);
+          acc[0] = fma1(sum[0], scale.x, acc[0]);
+          acc[1] = fma1(sum[1], scale.x, acc[1]);
+          acc[2] = fma1(sum[2], scale.y, acc[2]);
+          acc[3] = fma1(sum[3], scale.y, acc[3]);
+        } else {
+          codes_to_bf16(word, scale, a);
+          mma_bf16(acc, a, x[p * kPanelBlocks + b + e]);
         }
+      }
     }
   }
 }
 
-// The same for bf16 tiles, whose first block is x[kFirst].
+// The same over bf16 tiles, whose first block is x[kFirst].
 template <int kFirst>
-__device__ __forceinline__ void chain_expert_tiles(const unsigned char* const (&chunk)[2], bool two, int tiles,
-                                                   int lane, const TokenOperand& x, float (&acc)[2][4]) {
+__device__ __forceinline__ void chain_expert_tiles(const unsigned char* chunk, int tiles, int lane,
+                                                   const TokenOperand& x, float (&acc)[4]) {
 #pragma unroll
   for (int b = 0; b < kSlotTiles; ++b) {
     if (b >= tiles) break;
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      if (half && !two) break;
-      const uint4 w = reinterpret_cast<const uint4*>(chunk[half])[b * 32 + lane];
-      const uint32_t a[4] = {w.x, w.y, w.z, w.w};
-      mma_bf16(acc[half], a, x[kFirst + b]);
-    }
+    const uint4 w = reinterpret_cast<const uint4*>(chunk)[b * 32 + lane];
+    const uint32_t a[4] = {w.x, w.y, w.z, w.w};
+    mma_bf16(acc, a, x[kFirst + b]);
   }
 }
 

@@ -102,32 +102,32 @@ class ExpertSteps : public RouterSteps {
 #pragma unroll 1
       for (int unit = units.begin; unit < units.end; ++unit) {
         const int slice = unit / job.groups;
-        float acc[2][4] = {};
+#pragma unroll 1  // one copy of the chain: the instruction cache is small
+        for (int half = 0; half < job.unit_groups; ++half) {
+          float acc[4] = {};
 #pragma unroll 1
-        for (int c = 0; c < chunks; c += span_chunks) {
-          if (slice != loaded || chunks > span_chunks) {
-            const int begin = s_.first[slice],
-                      column = begin + lane / 4 < s_.first[slice + 1] ? begin + lane / 4 : begin;
-            const int block = c / span_chunks * kSpanBlocks;
-            load_tokens(token_row(second, s_.pairs[column]) + warp * segment_row + block * 16, job.k_blocks - block,
-                        lane % 4, x);
-            loaded = slice;
+          for (int c = 0; c < chunks; c += span_chunks) {
+            if (slice != loaded || chunks > span_chunks) {
+              const int begin = s_.first[slice];
+              const int column = begin + lane / 4 < s_.first[slice + 1] ? begin + lane / 4 : begin;
+              const int block = c / span_chunks * kSpanBlocks;
+              load_tokens(token_row(second, s_.pairs[column]) + warp * segment_row + block * 16, job.k_blocks - block,
+                          lane % 4, x);
+              loaded = slice;
+            }
+            const uint32_t first = start + half * kSegments + c * in_round;
+            if (kind == ExpertKind::kW4A4)
+              chain_span<ExpertKind::kW4A4>(job, first, c, chunks, lane, x, acc);
+            else if (kind == ExpertKind::kW4A16)
+              chain_span<ExpertKind::kW4A16>(job, first, c, chunks, lane, x, acc);
+            else
+              chain_span<ExpertKind::kBf16>(job, first, c, chunks, lane, x, acc);
           }
-          if (kind == ExpertKind::kW4A4)
-            chain_span<ExpertKind::kW4A4>(job, start, c, chunks, lane, x, acc);
-          else if (kind == ExpertKind::kW4A16)
-            chain_span<ExpertKind::kW4A16>(job, start, c, chunks, lane, x, acc);
-          else
-            chain_span<ExpertKind::kBf16>(job, start, c, chunks, lane, x, acc);
+          float* out = unit_sums(unit - units.begin, job, warp, half) + lane / 4 * kSliceRows + lane % 4 * 2;
+          *reinterpret_cast<float2*>(out) = float2{acc[0], acc[1]};
+          *reinterpret_cast<float2*>(out + 8 * kSliceRows) = float2{acc[2], acc[3]};
         }
         start += in_round * chunks;
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-          if (half >= job.unit_groups) break;
-          float* out = unit_sums(unit - units.begin, job, warp, half) + lane / 4 * kSliceRows + lane % 4 * 2;
-          *reinterpret_cast<float2*>(out) = float2{acc[half][0], acc[half][1]};
-          *reinterpret_cast<float2*>(out + 8 * kSliceRows) = float2{acc[half][2], acc[half][3]};
-        }
       }
       sync_block();
       finish_units(l, job, units, kind, second);
@@ -136,26 +136,21 @@ class ExpertSteps : public RouterSteps {
     if (thread_index() == 0) place_.chunk = start;  // warp 0's; read after the next barrier
   }
 
-  // The chunks of the unit's row groups from chunk c on, as many as x covers. `start`: the warp's first of the unit.
+  // Chunks c, ... of a row group, as many as x covers; `first` is the number of chunk c.
   template <ExpertKind kKind>
-  __device__ __forceinline__ void chain_span(const ExpertJob& job, uint32_t start, int c, int chunks, int lane,
-                                             const TokenOperand& x, float (&acc)[2][4]) {
-    const bool two = job.unit_groups == 2;
+  __device__ __forceinline__ void chain_span(const ExpertJob& job, uint32_t first, int c, int chunks, int lane,
+                                             const TokenOperand& x, float (&acc)[4]) {
     const auto use = [&](auto part) {
       constexpr int kPart = decltype(part)::value;
       if (c + kPart >= chunks) return;
-      const uint32_t first = start + (c + kPart) * kSegments * job.unit_groups;
-      const unsigned char* weights[2] = {ring_.wait(first), nullptr};
-      if (two) weights[1] = ring_.wait(first + kSegments);
+      const uint32_t chunk = first + kPart * kSegments * job.unit_groups;
+      const unsigned char* weights = ring_.wait(chunk);
       const int bytes = job.bytes(c + kPart);
       if constexpr (kKind == ExpertKind::kBf16)
-        chain_expert_tiles<kPart * kSlotTiles>(weights, two, bytes / static_cast<int>(kTile * 2), lane, x, acc);
-      else if (two)
-        chain_panels<kKind, 2>(weights, bytes / static_cast<int>(kPanelBytes), lane, x, acc);
+        chain_expert_tiles<kPart * kSlotTiles>(weights, bytes / static_cast<int>(kTile * 2), lane, x, acc);
       else
-        chain_panels<kKind, 1>(weights, bytes / static_cast<int>(kPanelBytes), lane, x, acc);
-      ring_.release(first, lane);
-      if (two) ring_.release(first + kSegments, lane);
+        chain_panels<kKind>(weights, bytes / static_cast<int>(kPanelBytes), lane, x, acc);
+      ring_.release(chunk, lane);
     };
     use(Constant<0>{});
     if constexpr (kKind == ExpertKind::kBf16) {

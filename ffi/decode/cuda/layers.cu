@@ -80,29 +80,33 @@ class Step : ExpertSteps {
   }
 };
 
-// The next layer's norms, gates and router rows are read directly, by few blocks and with nothing to hide their
-// latency: every block brings its part into L2.
-__device__ void prefetch_small(const Producer& producer, const StepArgs& a, const Place& place, int64_t l) {
+// A layer's norms, gates and router rows are read directly, by few blocks and with nothing to hide their latency: every
+// block brings its part into L2.
+__device__ void prefetch_small(const Producer& producer, const StepArgs& a, const Place& place, int l) {
   const Plan& p = a.plan;
-  const int own = static_cast<int>(p.experts_rank()), length = static_cast<int>(p.hidden / kSegments);
+  const int h = static_cast<int>(p.hidden), m = static_cast<int>(p.moe_hidden),
+            own = static_cast<int>(p.experts_rank());
+  const int length = h / kSegments;
   const Range router = part(own * kSegments, place.index, place.size);
+  const float* first = a.rank[place.rank].router + p.router(l);
   producer.prefetch(
       router.end - router.begin,
       [&](int i) {
-        const int task = router.begin + i;
-        return a.rank[place.rank].router + p.router(l) + task % own * p.hidden + task / own * length;
+        const int segment = (router.begin + i) / own, e = router.begin + i - segment * own;
+        return first + e * h + segment * length;
       },
       length * 4);
-  const auto spread = [&](const void* data, int64_t bytes) {
-    constexpr int kPiece = 2048;
-    const Range pieces = part(static_cast<int32_t>(bytes / kPiece), place.index, place.size);
+  constexpr int kPiece = 2048;
+#pragma unroll 1
+  for (int which = 0; which < 3; ++which) {
+    const void* data = which == 0   ? static_cast<const void*>(a.shared.gates + 4 * l * h)
+                       : which == 1 ? a.shared.hidden_gains + 3 * l * h
+                                    : a.shared.moe_gains + 2 * l * m;
+    const Range pieces = part((which == 0 ? 16 * h : which == 1 ? 6 * h : 4 * m) / kPiece, place.index, place.size);
     producer.prefetch(
         pieces.end - pieces.begin,
         [&](int i) { return static_cast<const unsigned char*>(data) + (pieces.begin + i) * kPiece; }, kPiece);
-  };
-  spread(a.shared.gates + 4 * l * p.hidden, 16 * p.hidden);
-  spread(a.shared.hidden_gains + 3 * l * p.hidden, 6 * p.hidden);
-  spread(a.shared.moe_gains + 2 * l * p.moe_hidden, 4 * p.moe_hidden);
+  }
 }
 
 // The producers': the weights of all layers in the order of Step's phases.
@@ -113,7 +117,7 @@ __device__ void stream_weights(BlockShared& s) {
   const int passes = (s.rows.count + kPassRows - 1) / kPassRows;
 #pragma unroll 1
   for (int64_t l = p.layer_begin; l < p.layer_end; ++l) {
-    prefetch_small(producer, s.args, s.place, l);
+    prefetch_small(producer, s.args, s.place, static_cast<int>(l));
     bool staying = true;
 #pragma unroll 1  // one copy of the code for four dense GEMMs, one for two of the experts
     for (int stage = 0; stage < 6 && staying; ++stage) {

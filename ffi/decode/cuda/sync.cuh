@@ -50,6 +50,8 @@ __device__ __forceinline__ uint64_t load_slot(const uint64_t* slot) {
   return word;
 }
 
+constexpr uint64_t kReportGrace = 100'000'000;  // ns
+
 // The first of a rank to give up reports (the report lies in host memory, which has no device atomics) and tells all
 // ranks, so that nobody waits out a limit of his own.
 inline __device__ __noinline__ void give_up(const Place& place, ReportCode code, Phase phase, uint32_t source) {
@@ -59,6 +61,11 @@ inline __device__ __noinline__ void give_up(const Place& place, ReportCode code,
   place.report->source = source;
   __threadfence_system();
   place.report->code = code;
+  __threadfence_system();
+  // Limits run out everywhere at about the same time, and who waits for the culprit may not be the first.
+  if (code == kTimedOut)
+    for (const uint64_t until = now() + kReportGrace; now() < until;) {
+    }
   for (int r = 0; r < kRanks; ++r) {
     uint32_t* abort = &reinterpret_cast<Control*>(place.workspace[r])->abort;
     asm volatile("st.relaxed.sys.global.u32 [%0], %1;" ::"l"(abort), "r"(1u) : "memory");
