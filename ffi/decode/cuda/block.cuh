@@ -21,11 +21,11 @@ __device__ __forceinline__ int thread_index() {
 
 // All computing threads; the producer never takes part, so __syncthreads would wait for ever. Named barrier 1, because
 // 0 is __syncthreads'.
-__device__ __forceinline__ void sync_block() { asm volatile("barrier.cta.sync 1, %0;" ::"n"(kThreads) : "memory"); }
+__device__ __forceinline__ void sync_block() { asm volatile("bar.sync 1, %0;" ::"n"(kThreads) : "memory"); }
 
 // The producers.
 __device__ __forceinline__ void sync_producers() {
-  asm volatile("barrier.cta.sync 2, %0;" ::"n"(32 * kProducerWarps) : "memory");
+  asm volatile("bar.sync 2, %0;" ::"n"(32 * kProducerWarps) : "memory");
 }
 
 }  // namespace muse

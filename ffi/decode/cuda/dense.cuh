@@ -47,15 +47,16 @@ class DenseBase : public StepBase {
     const uint4* from = reinterpret_cast<const uint4*>(operand + i0 * width + first * static_cast<int>(kTile));
     uint4* to = region<uint4>();
     const int count = rows() - i0;
+    const int end = tiles * 32;
 #pragma unroll 1
-    for (int at = thread_index(); at < tiles * 32; at += 4 * kThreads) {
-      uint4 held[4];  // all loads in flight before the first is stored
+    for (int at = thread_index(); at < end; at += 4 * kThreads) {
+      if ((at & 31) / 4 >= count) continue;  // the same row in all four
+      uint4 held[4];                         // all loads in flight before the first is stored
+#pragma unroll
+      for (int e = 0; e < 4; ++e) held[e] = __ldcg(from + min(at + e * kThreads, end - 1));
 #pragma unroll
       for (int e = 0; e < 4; ++e)
-        if (at + e * kThreads < tiles * 32 && (at & 31) / 4 < count) held[e] = __ldcg(from + at + e * kThreads);
-#pragma unroll
-      for (int e = 0; e < 4; ++e)
-        if (at + e * kThreads < tiles * 32 && (at & 31) / 4 < count) to[at + e * kThreads] = held[e];
+        if (at + e * kThreads < end) to[at + e * kThreads] = held[e];
     }
   }
 

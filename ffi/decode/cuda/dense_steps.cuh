@@ -95,7 +95,7 @@ class DenseSteps : public DenseBase {
       for (int b0 = 0; b0 < blocks_of_16; b0 += 8) {
         float w[8];  // all loads in flight
 #pragma unroll
-        for (int b = 0; b < 8; ++b) w[b] = b0 + b < blocks_of_16 ? __ldg(row + (b0 + b) * 16) : 0.0f;
+        for (int b = 0; b < 8; ++b) w[b] = __ldg(row + min(b0 + b, blocks_of_16 - 1) * 16);
 #pragma unroll
         for (int b = 0; b < 8; ++b)
           if (b0 + b < blocks_of_16) sum = fma1(from_bf16(h[(b0 + b) * kTile]), w[b], sum);

@@ -269,8 +269,11 @@ class ExpertSteps : public RouterSteps {
       for (int c0 = 0; c0 < width; c0 += 8 * kLanes) {
         uint16_t x[8], y[8];
 #pragma unroll
-        for (int e = 0; e < 8; ++e)
-          if (c0 + e * kLanes < width) x[e] = __ldcg(f + c0 + e * kLanes), y[e] = __ldg(g + c0 + e * kLanes);
+        for (int e = 0; e < 8; ++e) {
+          const int c = min(c0 + e * kLanes, width - kLanes);
+          x[e] = __ldcg(f + c);
+          y[e] = __ldg(g + c);
+        }
 #pragma unroll
         for (int e = 0; e < 8; ++e)
           if (c0 + e * kLanes < width) {
@@ -322,8 +325,7 @@ class ExpertSteps : public RouterSteps {
         for (int k0 = 0; k0 < k_count; k0 += 8) {
           uint16_t y[8];
 #pragma unroll
-          for (int k = 0; k < 8; ++k)
-            if (k0 + k < k_count) y[k] = __ldcg(f + sh.order[k0 + k] * width);
+          for (int k = 0; k < 8; ++k) y[k] = __ldcg(f + sh.order[min(k0 + k, k_count - 1)] * width);
 #pragma unroll
           for (int k = 0; k < 8; ++k)
             if (k0 + k < k_count) {

@@ -159,8 +159,7 @@ class Head : DenseBase {
 };
 
 __global__ void __launch_bounds__(kLaunchThreads, 1) decode_head(const __grid_constant__ StepArgs args) {
-  extern __shared__ __align__(128) unsigned char memory[];
-  BlockShared& shared = *reinterpret_cast<BlockShared*>(memory);
+  BlockShared& shared = block_shared();
   start_block(args, shared);
   if (threadIdx.x == 0) {
     shared.rows.count = 0;

@@ -17,7 +17,7 @@ class Step : ExpertSteps {
   using ExpertSteps::ExpertSteps;
 
   __device__ bool run() {
-    if (!run_phase<&Step::start>(s_)) return false;
+    if (!run_phase<&Step::start>()) return false;
     if (rows() == 0) return false;
     mark(Mark::kStart);
 #pragma unroll 1
@@ -28,11 +28,11 @@ class Step : ExpertSteps {
       for (int which = 0; which < 2; ++which) {
         if (!rank_barrier(which ? Phase::kRouter : Phase::kAttention)) return false;  // h is written
         if (!(which ? moe(l) : attention(l))) return false;
-        run_phase<&Step::gemm>(s_, l, which ? Gemm::kPostExpert : Gemm::kOutput);
+        run_phase<&Step::gemm>(l, which ? Gemm::kPostExpert : Gemm::kOutput);
         mark(Mark::kOutput);
-        if (!run_phase<&Step::reduce>(s_, which)) return false;
+        if (!run_phase<&Step::reduce>(which)) return false;
         mark(Mark::kReduce);
-        if (!run_phase<&Step::branch>(s_, l, which)) return false;
+        if (!run_phase<&Step::branch>(l, which)) return false;
         mark(Mark::kBranch);
       }
     }
@@ -43,38 +43,38 @@ class Step : ExpertSteps {
  private:
   // From h to the operand of o_proj.
   __device__ bool attention(int64_t l) {
-    run_phase<&Step::gemm>(s_, l, Gemm::kQkvu);
+    run_phase<&Step::gemm>(l, Gemm::kQkvu);
     mark(Mark::kProject);
     if (!rank_barrier(Phase::kAttention)) return false;
-    run_phase<&Step::finish_heads>(s_, l);
+    run_phase<&Step::finish_heads>(l);
     mark(Mark::kHeads);
     if (!rank_barrier(Phase::kAttention)) return false;
-    run_phase<&Step::attend_rows>(s_, l);
+    run_phase<&Step::attend_rows>(l);
     mark(Mark::kAttend);
     return rank_barrier(Phase::kOutput);
   }
 
   // From h to the operand of post_expert_proj.
   __device__ bool moe(int64_t l) {
-    run_phase<&Step::gemm>(s_, l, Gemm::kPreExpert);
+    run_phase<&Step::gemm>(l, Gemm::kPreExpert);
     mark(Mark::kPool);
-    if (!run_phase<&Step::route_rows>(s_, l)) return false;
+    if (!run_phase<&Step::route_rows>(l)) return false;
     mark(Mark::kRoute);
     if (!rank_barrier(Phase::kExperts)) return false;
-    run_phase<&Step::group_pairs>(s_);
+    run_phase<&Step::group_pairs>();
     if (threadIdx.x == 0) ring_.experts_known();
     mark(Mark::kGroup);
-    run_phase<&Step::expert_gemm>(s_, l, false);
+    run_phase<&Step::expert_gemm>(l, false);
     mark(Mark::kFirst);
-    if (!run_phase<&Step::gather_hidden>(s_, l)) return false;
+    if (!run_phase<&Step::gather_hidden>(l)) return false;
     mark(Mark::kGather);
     if (!rank_barrier(Phase::kHidden)) return false;
-    run_phase<&Step::expert_gemm>(s_, l, true);
+    run_phase<&Step::expert_gemm>(l, true);
     mark(Mark::kSecond);
     if (!rank_barrier(Phase::kCombine)) return false;
-    run_phase<&Step::sums_of_squares>(s_, l);
+    run_phase<&Step::sums_of_squares>(l);
     mark(Mark::kSums);
-    if (!run_phase<&Step::combine_rows>(s_, l)) return false;
+    if (!run_phase<&Step::combine_rows>(l)) return false;
     mark(Mark::kCombine);
     return rank_barrier(Phase::kCombine);
   }
@@ -82,7 +82,7 @@ class Step : ExpertSteps {
 
 // A layer's norms, gates and router rows are read directly, by few blocks and with nothing to hide their latency: every
 // block brings its part into L2.
-__device__ void prefetch_small(const Producer& producer, const StepArgs& a, const Place& place, int l) {
+__device__ __noinline__ void prefetch_small(const Producer& producer, const StepArgs& a, const Place& place, int l) {
   const Plan& p = a.plan;
   const int h = static_cast<int>(p.hidden), m = static_cast<int>(p.moe_hidden),
             own = static_cast<int>(p.experts_rank());
@@ -110,7 +110,7 @@ __device__ void prefetch_small(const Producer& producer, const StepArgs& a, cons
 }
 
 // The producers': the weights of all layers in the order of Step's phases.
-__device__ void stream_weights(BlockShared& s) {
+__device__ __noinline__ void stream_weights(BlockShared& s) {
   const Plan& p = s.args.plan;
   const RankPointers& w = s.args.rank[s.place.rank];
   Producer producer(s);
@@ -138,8 +138,7 @@ __device__ void stream_weights(BlockShared& s) {
 }
 
 __global__ void __launch_bounds__(kLaunchThreads, 1) decode_layers(const __grid_constant__ StepArgs args) {
-  extern __shared__ __align__(128) unsigned char memory[];
-  BlockShared& shared = *reinterpret_cast<BlockShared*>(memory);
+  BlockShared& shared = block_shared();
   start_block(args, shared);
   if (threadIdx.x < kThreads) resolve_rows(args.plan, args.shared, shared.rows);
   __syncthreads();

@@ -25,7 +25,7 @@ class RowSteps : public DenseSteps {
 #pragma unroll 1
       for (int c = thread_index(); c < hidden(); c += kThreads) stream(i)[c] = x[c] = from[c];
       sync_block();
-      if (p_.layer_begin < p_.layer_end) run_phase<&RowSteps::norm_to_h>(s_, i, x, gain(p_.layer_begin, 0));
+      if (p_.layer_begin < p_.layer_end) run_phase<&RowSteps::norm_to_h>(i, x, gain(p_.layer_begin, 0));
     }
     return true;
   }
@@ -114,7 +114,7 @@ class RowSteps : public DenseSteps {
       }
       sync_block();
       if (which == 0 || l + 1 < p_.layer_end)
-        run_phase<&RowSteps::norm_to_h>(s_, i, x, which == 0 ? gain(l, 1) : gain(l + 1, 0));
+        run_phase<&RowSteps::norm_to_h>(i, x, which == 0 ? gain(l, 1) : gain(l + 1, 0));
     }
     return true;
   }

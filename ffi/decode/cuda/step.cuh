@@ -55,15 +55,27 @@ __device__ __forceinline__ uint32_t pack(uint16_t low, uint16_t high) {
 __device__ __forceinline__ float low_bf16(uint32_t two) { return from_bf16(static_cast<uint16_t>(two)); }
 __device__ __forceinline__ float high_bf16(uint32_t two) { return from_bf16(static_cast<uint16_t>(two >> 16)); }
 
+extern __shared__ __align__(128) unsigned char block_memory[];
+
+// Named, not passed: the compiler then knows that it is shared memory.
+__device__ __forceinline__ BlockShared& block_shared() { return *reinterpret_cast<BlockShared*>(block_memory); }
+
+// Pointers that come out of shared memory could point anywhere; these are global.
+template <typename T>
+__device__ __forceinline__ T* global(T* p) {
+  __builtin_assume(__isGlobal(p));
+  return p;
+}
+
 // Runs one phase as a function of its own, so that the compiler shares out registers phase by phase instead of keeping
 // one phase's numbers through the others.
 template <auto kPhase, typename Steps, typename Result, typename... Args>
-__device__ __noinline__ Result run_phase_of(Result (Steps::*)(Args...), BlockShared& shared, Args... args) {
-  return (Steps(shared).*kPhase)(args...);
+__device__ __noinline__ Result run_phase_of(Result (Steps::*)(Args...), Args... args) {
+  return (Steps(block_shared()).*kPhase)(args...);
 }
 template <auto kPhase, typename... Args>
-__device__ __forceinline__ auto run_phase(BlockShared& shared, Args... args) {
-  return run_phase_of<kPhase>(kPhase, shared, args...);
+__device__ __forceinline__ auto run_phase(Args... args) {
+  return run_phase_of<kPhase>(kPhase, args...);
 }
 
 class StepBase {
@@ -93,7 +105,7 @@ class StepBase {
 
   template <typename T>
   __device__ T* mine(int64_t offset) const {
-    return reinterpret_cast<T*>(a_.workspace[me()] + offset);
+    return global(reinterpret_cast<T*>(a_.workspace[me()] + offset));
   }
   template <typename T>
   __device__ T* region(int bytes = 0) const {
@@ -109,7 +121,7 @@ class StepBase {
   // Where this rank stores for rank `to`. Alone on its own (loopback), a rank plays all its peers: what it would send
   // them it stores as if they had sent it.
   __device__ uint64_t* slots_to(int to, int64_t offset, int per_source) const {
-    return reinterpret_cast<uint64_t*>(a_.workspace[to] + offset) + (a_.loopback ? to : me()) * per_source;
+    return global(reinterpret_cast<uint64_t*>(a_.workspace[to] + offset)) + (a_.loopback ? to : me()) * per_source;
   }
   __device__ void push_all(int64_t offset, int per_source, int word, uint32_t data) const {
     const uint32_t epoch = place_.epoch;
@@ -165,7 +177,7 @@ class StepBase {
   }
 
   __device__ const uint16_t* gain(int64_t l, int which) const {
-    return a_.shared.hidden_gains + (3 * static_cast<int>(l) + which) * hidden();
+    return global(a_.shared.hidden_gains) + (3 * static_cast<int>(l) + which) * hidden();
   }
 
   const StepArgs& a_;
