@@ -41,7 +41,7 @@ struct Report {
 
 // Stretches of 2048 positions whose attention sums fit the scratch at once: 16 rows of two heads at a million
 // positions.
-constexpr int64_t kStretchSums = 16384;
+constexpr int64_t kAttentionSums = 16384;
 
 // Builds with MUSE_TIMELINE stamp the clock between phases: events of a block in one launch, at most.
 constexpr int64_t kTimelineBlocks = 132, kTimelineEvents = 4096;
@@ -78,7 +78,7 @@ MUSE_FN Workspace workspace_of(const Plan& p) {
   w.q = take(rows * p.q_columns() * 2);
   w.u = take(rows * p.q_columns() * 2);
   w.o = take(rows * p.q_columns() * 2);
-  w.stretch_sums = take(kStretchSums * group * (kHeadDim + 1) * 4);
+  w.stretch_sums = take(kAttentionSums * group * (kHeadDim + 1) * 4);
   w.stretch_counts = take(rows * p.kv_rank() * 4);
   w.group_counts = take((rows / 16) * (p.moe_columns() / 16) * 4);
   w.router_weights = take(pairs * 4);

@@ -1,5 +1,6 @@
-// Attention of one row and one kv head over one stretch of 2048 positions by one block: the row's query heads are the
-// rows of the A operand, warps take chunks of 128 positions, and chunk results are added in ascending order.
+// Attention of one row and one kv head over a chunk of 128 positions by one block. First each warp takes one of the
+// chunk's eight 16-blocks: scores and exponentials, and its values rearranged; then each warp takes one of eight tiles
+// of the numerators and chains it over the 16-blocks. The row's query heads are the rows of the A operand.
 //
 // Inside a 16-block the order of products is free (docs/numerics.md 4), so a lane takes four neighbouring dimensions of
 // a key (8 bytes), and eight neighbouring dimensions of a value (16 bytes) spread over eight tiles.
@@ -12,7 +13,7 @@
 
 namespace muse {
 
-constexpr int kChunk = 128, kStretch = 2048, kChunksPerStretch = kStretch / kChunk;
+constexpr int kChunk = 128, kStretch = 2048;
 constexpr int kMaxGroup = 8;             // query heads per kv head: the rows of a tile that have an accumulator
 constexpr int kSumWidth = kHeadDim + 1;  // numerators and the denominator
 
@@ -72,60 +73,78 @@ __device__ __forceinline__ int block_slot(const AttentionUnit& u, int start, int
   return u.ring ? at % u.ring : at;
 }
 
-// One chunk by one warp; leaves numerators and denominator in out[head][kSumWidth].
-__device__ __forceinline__ void attend_chunk(const AttentionUnit& u, int chunk, int first, int position, float* out) {
-  const int lane = thread_index() % 32, g = lane / 4, t = lane % 4;
+constexpr int kChunkBlocks = kChunk / 16;
+static_assert(kChunkBlocks == kWarps && kHeadDim / 8 == kWarps, "a warp per 16-block, then a warp per numerator tile");
+
+// What the two halves of a chunk's work pass to each other, lane by lane: exponentials as A operand, values as B
+// operand.
+struct ChunkShared {
+  uint2 p[kChunkBlocks][32];
+  uint2 value[kChunkBlocks][kHeadDim / 8][32];
+};
+
+__device__ __forceinline__ bool block_visible(int start, int first, int position) {
+  return start + 15 >= first && start <= position;
+}
+
+// By one warp: the 16-block that starts at position `start`.
+__device__ __forceinline__ void attend_block(const AttentionUnit& u, int start, int first, int position, int lane,
+                                             uint2 (&p)[32], uint2 (*value)[32]) {
+  if (!block_visible(start, first, position)) return;
+  const int g = lane / 4, t = lane % 4, slot = block_slot(u, start, first, position, lane);
   uint32_t q[4][2];
-  load_queries(u, g, t, q);
-  float numerator[8][2] = {}, denominator[2] = {};
-  const int begin = max(chunk * kChunk, first / 16 * 16), end = min(chunk * kChunk + kChunk - 1, position);
   KeyBlock keys;
-  int slot = 0;
-  // The first turn only fetches, so that the code of fetching is there once.
-#pragma unroll 1
-  for (int start = begin - 16; start <= end; start += 16) {
-    const bool inside = start >= begin;
-    float score[2][2] = {};
-    ValueBlock values;
-    if (inside) {
-      load_values(u, slot, g, t, values);
+  ValueBlock values;
+  load_queries(u, g, t, q);
+  load_keys(u, slot, g, t, keys);
+  load_values(u, slot, g, t, values);
+  uint32_t own[2];
 #pragma unroll
-      for (int n = 0; n < 2; ++n)
+  for (int n = 0; n < 2; ++n) {
+    float score[2] = {};
 #pragma unroll
-        for (int b = 0; b < 4; ++b) mma_bf16_low(score[n], q[b], keys.key[n][b]);
+    for (int b = 0; b < 4; ++b) mma_bf16_low(score, q[b], keys.key[n][b]);
+    uint16_t e[2];
+#pragma unroll
+    for (int j = 0; j < 2; ++j) {
+      const int at = start + 8 * n + 2 * t + j;
+      e[j] = at >= first && at <= position ? to_bf16(exp1(score[j] * u.scale)) : uint16_t{0};
     }
-    if (start + 16 <= end) load_keys(u, slot = block_slot(u, start + 16, first, position, lane), g, t, keys);
-    if (!inside) continue;
-    uint32_t p[2];
-#pragma unroll
-    for (int n = 0; n < 2; ++n) {
-      uint16_t own[2];
-#pragma unroll
-      for (int j = 0; j < 2; ++j) {
-        const int at = start + 8 * n + 2 * t + j;
-        own[j] = at >= first && at <= position ? to_bf16(exp1(score[n][j] * u.scale)) : uint16_t{0};
-      }
-      p[n] = static_cast<uint32_t>(own[0]) | static_cast<uint32_t>(own[1]) << 16;
-    }
-    mma_bf16_low(denominator, p, {0x3F803F80u, 0x3F803F80u});  // ones
-                                                               // Column g of tile d is dimension 8 g + d.
-#pragma unroll
-    for (int d = 0; d < 8; ++d) {
-      const auto element = [&](int i) {
-        const uint4& v = values.value[i];
-        return d < 4 ? (d < 2 ? v.x : v.y) : d < 6 ? v.z : v.w;
-      };
-      const uint32_t select = d % 2 ? 0x7632u : 0x5410u;
-      mma_bf16_low(numerator[d], p,
-                   {__byte_perm(element(0), element(1), select), __byte_perm(element(2), element(3), select)});
-    }
+    own[n] = static_cast<uint32_t>(e[0]) | static_cast<uint32_t>(e[1]) << 16;
   }
-  if (g >= u.heads) return;
+  p[lane] = {own[0], own[1]};
+  // Column g of tile d is dimension 8 g + d.
 #pragma unroll
-  for (int j = 0; j < 2; ++j)
+  for (int d = 0; d < 8; ++d) {
+    const auto element = [&](int i) {
+      const uint4& v = values.value[i];
+      return d < 4 ? (d < 2 ? v.x : v.y) : d < 6 ? v.z : v.w;
+    };
+    const uint32_t select = d % 2 ? 0x7632u : 0x5410u;
+    value[d][lane] = {__byte_perm(element(0), element(1), select), __byte_perm(element(2), element(3), select)};
+  }
+}
+
+// One chunk by the block; numerators and denominator go to out[head][kSumWidth], which may be global memory.
+__device__ __forceinline__ void attend_chunk(const AttentionUnit& u, int chunk, int first, int position,
+                                             ChunkShared& shared, float* out) {
+  const int warp = thread_index() / 32, lane = thread_index() % 32, g = lane / 4, t = lane % 4;
+  attend_block(u, chunk * kChunk + 16 * warp, first, position, lane, shared.p[warp], shared.value[warp]);
+  sync_block();
+  float numerator[2] = {}, denominator[2] = {};
 #pragma unroll
-    for (int d = 0; d < 8; ++d) out[g * kSumWidth + 8 * (2 * t + j) + d] = numerator[d][j];
-  if (t == 0) out[g * kSumWidth + kHeadDim] = denominator[0];
+  for (int b = 0; b < kChunkBlocks; ++b) {
+    if (!block_visible(chunk * kChunk + 16 * b, first, position)) continue;
+    const uint2 p = shared.p[b][lane];
+    const uint32_t a[2] = {p.x, p.y};
+    mma_bf16_low(numerator, a, shared.value[b][warp][lane]);
+    if (warp == 0) mma_bf16_low(denominator, a, {0x3F803F80u, 0x3F803F80u});  // ones
+  }
+  if (g < u.heads) {
+#pragma unroll
+    for (int j = 0; j < 2; ++j) out[g * kSumWidth + 8 * (2 * t + j) + warp] = numerator[j];
+    if (warp == 0 && t == 0) out[g * kSumWidth + kHeadDim] = denominator[0];
+  }
 }
 
 }  // namespace muse

@@ -51,26 +51,30 @@ class AttentionSteps : public RowSteps {
     }
   }
 
-  // A unit is one row, kv head and stretch; whoever finishes the last stretch of a row and head adds them up. Where the
-  // scratch does not hold so many, a unit is all stretches of a row and head.
+  // A unit is one row, kv head and chunk, so that even one row keeps many blocks busy; where the scratch does not hold
+  // so many sums, a stretch of chunks; or all. Whoever finishes the last unit of a row and head adds them up.
   __device__ void attend_rows(int64_t l) {
     const int kv_heads = static_cast<int>(p_.kv_rank());
     const int window = p_.kind[l].full ? 0x7FFFFFFF : static_cast<int>(p_.window);
-    const auto first_stretch = [&](int i) { return max(s_.rows.position[i] - window + 1, 0) / kStretch; };
-    const auto stretches = [&](int i) { return s_.rows.position[i] / kStretch - first_stretch(i) + 1; };
-    int total = 0;
+    const auto first = [&](int i) { return max(s_.rows.position[i] - window + 1, 0); };
+    const auto count = [&](int i, int length) { return s_.rows.position[i] / length - first(i) / length + 1; };
+    int chunks = 0, stretches = 0;
 #pragma unroll 1
-    for (int i = 0; i < rows(); ++i) total += stretches(i) * kv_heads;
-    const bool split = total <= kStretchSums;
+    for (int i = 0; i < rows(); ++i) chunks += count(i, kChunk) * kv_heads, stretches += count(i, kStretch) * kv_heads;
+    const int length = chunks <= kAttentionSums ? kChunk : stretches <= kAttentionSums ? kStretch : kWholeRow;
     int row = 0, before = 0;  // units of the rows before `row`
 #pragma unroll 1
-    for (int unit = block(); unit < (split ? total : rows() * kv_heads); unit += blocks()) {
+    for (int unit = block();; unit += blocks()) {
+      int parts = 0;
 #pragma unroll 1
-      for (int own; unit - before >= (own = (split ? stretches(row) : 1) * kv_heads); ++row) before += own;
-      const int count = stretches(row), parts = split ? count : 1;
+      for (; row < rows(); ++row) {
+        parts = count(row, length);
+        if (unit - before < parts * kv_heads) break;
+        before += parts * kv_heads;
+      }
+      if (row >= rows()) return;
       const int head = (unit - before) / parts, part = unit - before - head * parts;
-      attend(l, row, head, first_stretch(row) + part, split ? 1 : count, part, parts, before + head * parts,
-             max(s_.rows.position[row] - window + 1, 0));
+      attend(l, row, head, length, part, parts, before + head * parts, first(row));
     }
   }
 
@@ -90,51 +94,65 @@ class AttentionSteps : public RowSteps {
     reinterpret_cast<uint32_t*>((full ? weights().v_full : weights().v_ring) + at)[lane] = keep ? value : 0u;
   }
 
-  // Stretches [stretch, stretch + count) of a row and head: part `part` of `parts`, whose sums lie from `sums` on.
-  __device__ __forceinline__ void attend(int64_t l, int row, int head, int stretch, int count, int part, int parts,
-                                         int sums, int first) {
-    const int warp = thread_index() / 32, group = static_cast<int>(p_.q_heads / p_.kv_heads), width = group * kSumWidth;
+  static constexpr int kWholeRow = 1 << 30;  // positions of a unit: all of a row's
+
+  // Part `part` of `parts` of a row and head, each the part's share of positions aligned to `length`; the sums of part
+  // 0 lie at index `sums`.
+  __device__ __forceinline__ void attend(int64_t l, int row, int head, int length, int part, int parts, int sums,
+                                         int first) {
+    const int group = static_cast<int>(p_.q_heads / p_.kv_heads), width = group * kSumWidth;
+    const int position = s_.rows.position[row], begin = first / length * length + part * length;
     const bool full = p_.kind[l].full;
     const int64_t base = p_.cache(l, s_.rows.sequence[row], head, 0);
     const AttentionUnit u{&s_.rows,
                           row,
-                          (full ? weights().k_full : weights().k_ring) + base,
-                          (full ? weights().v_full : weights().v_ring) + base,
+                          global(full ? weights().k_full : weights().k_ring) + base,
+                          global(full ? weights().v_full : weights().v_ring) + base,
                           mine<uint16_t>(w_.q) + (row * static_cast<int>(p_.kv_rank()) + head) * group * kHeadDim,
                           group,
                           full ? 0 : static_cast<int>(p_.ring),
                           p_.score_scale};
-    float *chunk = region<float>(), *total = chunk + kChunksPerStretch * width;
+    ChunkShared& shared = *region<ChunkShared>();
+    float *sum = region<float>(sizeof(ChunkShared)), *stretch = sum + width, *total = stretch + width;
     uint16_t* a = reinterpret_cast<uint16_t*>(total + width);
+    float* stored = mine<float>(w_.stretch_sums) + int64_t{sums} * width;
+    // Chunk sums are added within a stretch, stretch sums within the row, each from +0.
 #pragma unroll 1
-    for (int s = 0; s < count; ++s) {
+    for (int i = thread_index(); i < width; i += kThreads) stretch[i] = total[i] = 0.0f;
+    const int last = min(position, length == kWholeRow ? position : begin + length - 1) / kChunk;
 #pragma unroll 1
-      for (int c = warp; c < kChunksPerStretch; c += kWarps)
-        attend_chunk(u, (stretch + s) * kChunksPerStretch + c, first, s_.rows.position[row], chunk + c * width);
+    for (int chunk = max(begin, first) / kChunk; chunk <= last; ++chunk) {
+      attend_chunk(u, chunk, first, position, shared, length == kChunk ? stored + part * width : sum);
       sync_block();
+      if (length == kChunk) break;
+      const bool ends = chunk == last || (chunk + 1) % (kStretch / kChunk) == 0;
 #pragma unroll 1
       for (int i = thread_index(); i < width; i += kThreads) {
-        float sum = 0.0f;
-#pragma unroll 4
-        for (int c = 0; c < kChunksPerStretch; ++c) sum = sum + chunk[c * width + i];
-        total[i] = (s ? total[i] : 0.0f) + sum;
+        stretch[i] = stretch[i] + sum[i];
+        if (!ends) continue;
+        total[i] = total[i] + stretch[i];
+        stretch[i] = 0.0f;
       }
-      sync_block();
     }
-    if (parts > 1) {
-      float* stored = mine<float>(w_.stretch_sums) + int64_t{sums} * width;
+    if (length != kWholeRow) {
+      if (length == kStretch) {
 #pragma unroll 1
-      for (int i = thread_index(); i < width; i += kThreads) stored[part * width + i] = total[i];
+        for (int i = thread_index(); i < width; i += kThreads) stored[part * width + i] = total[i];
+      }
       if (!last_arrival(mine<uint32_t>(w_.stretch_counts) + row * static_cast<int>(p_.kv_rank()) + head, parts)) return;
+      const int index = first / length, per_stretch = kStretch / length;  // of the first part
 #pragma unroll 1
       for (int i = thread_index(); i < width; i += kThreads) {
-        float sum = 0.0f;
+        float own = 0.0f, all = 0.0f;
 #pragma unroll 4
-        for (int c = 0; c < parts; ++c) sum = sum + __ldcg(stored + c * width + i);
-        total[i] = sum;
+        for (int c = 0; c < parts; ++c) {
+          own = own + __ldcg(stored + c * width + i);
+          if ((index + c + 1) % per_stretch == 0 || c == parts - 1) all = all + own, own = 0.0f;
+        }
+        total[i] = all;
       }
-      sync_block();
     }
+    sync_block();
 #pragma unroll 1
     for (int i = thread_index(); i < group * kHeadDim; i += kThreads) {
       const float* of = total + i / kHeadDim * kSumWidth;

@@ -216,7 +216,7 @@ class ExpertSteps : public RouterSteps {
       if (present && j % 2 == 0) push_all(w_.hidden, per_source, at + j / 2, word);
       return;
     }
-    const Quantized q = quantize(m, __ldg(a_.shared.input_scales + 2 * static_cast<int>(l) + 1));
+    const Quantized q = quantize_lane(m, __ldg(a_.shared.input_scales + 2 * static_cast<int>(l) + 1));
     uint32_t word = q.code << (4 * (j % 8));
 #pragma unroll
     for (int step = 1; step < 8; step *= 2) word |= __shfl_xor_sync(~0u, word, step);

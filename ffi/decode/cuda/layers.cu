@@ -162,13 +162,14 @@ __global__ void __launch_bounds__(kLaunchThreads, 1) decode_layers(const __grid_
 
 int64_t region_bytes(const Plan& p) {
   const int64_t group = p.q_heads / p.kv_heads;
-  return std::max<int64_t>({dense_operand_bytes(p.hidden), row_parallel_operand_bytes(p.q_columns()),
-                            row_parallel_operand_bytes(p.moe_columns()),
-                            2 * p.hidden * 4,  // a row and its branch
-                            (kChunksPerStretch + 1) * group * (kHeadDim + 1) * 4 + group * kHeadDim * 2,  // attention
-                            static_cast<int64_t>(sizeof(float) * 2048 + 256) + p.moe_hidden * 4,          // router
-                            p.experts * 8 + kMaxPairs * 4,  // pairs by expert
-                            int64_t{kMinUnits} * kUnitSumBytes});
+  return std::max<int64_t>(
+      {dense_operand_bytes(p.hidden), row_parallel_operand_bytes(p.q_columns()),
+       row_parallel_operand_bytes(p.moe_columns()),
+       2 * p.hidden * 4,  // a row and its branch
+       static_cast<int64_t>(sizeof(ChunkShared)) + group * (3 * (kHeadDim + 1) * 4 + kHeadDim * 2),  // attention
+       static_cast<int64_t>(sizeof(float) * 2048 + 256) + p.moe_hidden * 4,                          // router
+       p.experts * 8 + kMaxPairs * 4,                                                                // pairs by expert
+       int64_t{kMinUnits} * kUnitSumBytes});
 }
 
 }  // namespace

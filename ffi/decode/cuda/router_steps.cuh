@@ -56,19 +56,22 @@ class RouterSteps : public AttentionSteps {
       if (thread_index() / 32 == kWarps - 1) weigh(l, i, sh);
       const uint16_t* g = a_.shared.moe_gains + 2 * static_cast<int>(l) * moe_hidden();
       uint16_t* out = mine<uint16_t>(w_.x) + i * expert_row(moe_hidden());
+      const bool quantized = p_.kind[l].nvfp4 && p_.quantize_activations;
 #pragma unroll 1
-      for (int k0 = 0; k0 < moe_hidden(); k0 += kThreads) {
-        const int k = k0 + thread_index();
-        if (k >= moe_hidden()) break;  // whole warps: moe_hidden is a multiple of 128
-        uint16_t x = to_bf16((sh.row[k] * r) * from_bf16(__ldg(g + k)));
-        if (p_.kind[l].nvfp4 && p_.quantize_activations) {
-          const Quantized q = quantize(x, a_.shared.input_scales[2 * l]);
-          x = code_value(q.code, from_e4m3(q.scale));
+      for (int b = thread_index(); b < moe_hidden() / 16; b += kThreads) {
+        const uint4 low = __ldg(reinterpret_cast<const uint4*>(g + 16 * b)),
+                    high = __ldg(reinterpret_cast<const uint4*>(g + 16 * b) + 1);
+        const uint32_t gains[8] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
+        uint32_t word[8];
+#pragma unroll
+        for (int k = 0; k < 8; ++k) {
+          const float2 v = reinterpret_cast<const float2*>(sh.row)[8 * b + k];
+          word[k] = pack(to_bf16((v.x * r) * low_bf16(gains[k])), to_bf16((v.y * r) * high_bf16(gains[k])));
         }
-        const uint32_t two = pack(x, static_cast<uint16_t>(__shfl_down_sync(~0u, static_cast<uint32_t>(x), 1)));
-        if (k % 2 == 0)
-          *reinterpret_cast<uint32_t*>(operand_block(out, moe_hidden(), k / 16) + (k & 7) / 2 * 8 + (k >> 3 & 1) * 2) =
-              two;
+        if (quantized) quantize(word, a_.shared.input_scales[2 * static_cast<int>(l)]);
+        uint16_t* to = operand_block(out, moe_hidden(), b);
+#pragma unroll
+        for (int t = 0; t < 4; ++t) *reinterpret_cast<uint2*>(to + t * 8) = uint2{word[t], word[t + 4]};
       }
     }
     return true;
@@ -100,6 +103,27 @@ class RouterSteps : public AttentionSteps {
     return __half_as_ushort(__float2half_rn(from_e2m1(code) * scale));
   }
 
+  // quantize_block of formats.h for one thread's block, two numbers per word; what the codes and their scale stand for.
+  __device__ static void quantize(uint32_t (&word)[8], float input_scale) {
+    float amax = 0.0f;
+    bool finite = true;
+#pragma unroll
+    for (int k = 0; k < 8; ++k) {
+      amax = fmaxf(amax, fmaxf(abs32(low_bf16(word[k])), abs32(high_bf16(word[k]))));
+      finite =
+          finite && bf16_finite(static_cast<uint16_t>(word[k])) && bf16_finite(static_cast<uint16_t>(word[k] >> 16));
+    }
+    const uint8_t sf = finite ? to_e4m3_sat((amax / 6.0f) / input_scale) : kNan8;
+    const bool zero = sf == 0 || sf == kNan8;
+    const float scale = from_e4m3(sf), divisor = scale * input_scale;
+#pragma unroll
+    for (int k = 0; k < 8; ++k) {
+      const uint32_t x = zero ? 0u : to_e2m1_sat(low_bf16(word[k]) / divisor);
+      const uint32_t y = zero ? 0u : to_e2m1_sat(high_bf16(word[k]) / divisor);
+      word[k] = pack(code_value(x, scale), code_value(y, scale));
+    }
+  }
+
   // Two neighbouring codes (the low byte's nibbles) times their scale, given twice as fp16. (eem) << 9 is the fp16
   // number code * 2^-14.
   __device__ static uint32_t code_pair(uint32_t codes, __half2 scale) {
@@ -113,7 +137,7 @@ class RouterSteps : public AttentionSteps {
     uint8_t scale;
     uint32_t code;
   };
-  __device__ static Quantized quantize(uint16_t x, float input_scale) {
+  __device__ static Quantized quantize_lane(uint16_t x, float input_scale) {
     float amax = abs32(from_bf16(x));
     bool finite = bf16_finite(x);
 #pragma unroll

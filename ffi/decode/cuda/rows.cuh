@@ -21,7 +21,7 @@ struct DeviceRows {
 };
 
 // By all computing threads of a block (at least kMaxRows); `rows` is shared memory.
-__device__ inline void resolve_rows(const Plan& plan, const SharedPointers& shared, DeviceRows& rows) {
+inline __device__ __noinline__ void resolve_rows(const Plan& plan, const SharedPointers& shared, DeviceRows& rows) {
   const int t = thread_index(), total = static_cast<int>(plan.rows);
   __shared__ uint8_t compact[kMaxRows], index_of[kMaxRows];
   if (t == 0) {
