@@ -53,8 +53,9 @@ struct Workspace {
   int64_t stream, q, u, o, stretch_sums, stretch_counts, group_counts, router_weights, router_experts, x, hidden_rows,
       f, combined;
   // slots, [source rank][...]
-  int64_t partial[2], branch[2], logits, pooled, hidden, sums;
-  int64_t timeline;  // [block][event]
+  int64_t partial[2], branch[2], branch_sums[2], logits, pooled, hidden, sums;
+  int64_t row_sums[2];  // slots that the rank itself fills: [row][segment]
+  int64_t timeline;     // [block][event]
   int64_t bytes;
 };
 
@@ -90,6 +91,8 @@ MUSE_FN Workspace workspace_of(const Plan& p) {
   for (int i = 0; i < 2; ++i) {
     w.partial[i] = take(kRanks * rows * (p.hidden / kRanks) * 8);
     w.branch[i] = take(kRanks * rows * (p.hidden / kRanks / 2) * 8);
+    w.branch_sums[i] = take(kRanks * rows * 8);
+    w.row_sums[i] = take(rows * kSegments * 8);
   }
   w.logits = take(kRanks * rows * p.experts_rank() * kSegments * 8);
   w.pooled = take(kRanks * rows * (p.moe_columns() / 2) * 8);

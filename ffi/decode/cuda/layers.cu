@@ -30,13 +30,12 @@ class Step : ExpertSteps {
         if (!(which ? moe(l) : attention(l))) return false;
         run_phase<&Step::gemm>(l, which ? Gemm::kPostExpert : Gemm::kOutput);
         mark(Mark::kOutput);
-        if (!run_phase<&Step::reduce>(which)) return false;
+        if (!run_phase<&Step::reduce>(l, which)) return false;
         mark(Mark::kReduce);
         if (!run_phase<&Step::branch>(l, which)) return false;
         mark(Mark::kBranch);
       }
     }
-    store_stream();
     return rank_barrier(Phase::kEnd);
   }
 

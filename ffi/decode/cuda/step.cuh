@@ -100,7 +100,7 @@ class StepBase {
 
   // The first row of this block in a phase that gives each row to one block. Phases start at different blocks, so that
   // no multiprocessor needs the code of them all: its instruction cache holds about 128 KB.
-  enum RowPhase { kBranchRows = 4, kRouteRows = 5, kCombineRows = 6 };  // eighths of the blocks
+  enum RowPhase { kRouteRows = 4, kCombineRows = 6 };  // eighths of the blocks
   __device__ int first_row(RowPhase phase) const { return (block() + blocks() - blocks() * phase / 8) % blocks(); }
 
   template <typename T>
