@@ -39,8 +39,8 @@ struct Report {
   volatile uint32_t source;  // the rank that was waited for, or the row that is wrong
 };
 
-// Stretches of 2048 positions whose attention sums fit the scratch at once: 16 rows of two heads at a million
-// positions.
+// Sums of attention, of a chunk or of a stretch of 2048 positions for one row and kv head, that fit the scratch at
+// once: 16 rows of two heads at a million positions by stretches.
 constexpr int64_t kAttentionSums = 16384;
 
 // Builds with MUSE_TIMELINE stamp the clock between phases: events of a block in one launch, at most.

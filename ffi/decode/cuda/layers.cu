@@ -164,7 +164,7 @@ int64_t region_bytes(const Plan& p) {
   return std::max<int64_t>(
       {dense_operand_bytes(p.hidden), row_parallel_operand_bytes(p.q_columns()),
        row_parallel_operand_bytes(p.moe_columns()),
-       2 * p.hidden * 4,  // a row and its branch
+       p.hidden * 4,                                                                                 // a row
        static_cast<int64_t>(sizeof(ChunkShared)) + group * (3 * (kHeadDim + 1) * 4 + kHeadDim * 2),  // attention
        static_cast<int64_t>(sizeof(float) * 2048 + 256) + p.moe_hidden * 4,                          // router
        p.experts * 8 + kMaxPairs * 4,                                                                // pairs by expert

@@ -45,6 +45,7 @@ class RowSteps : public DenseSteps {
           const uint64_t* first = slots_from(0, w_.partial[which], per_source) + i * owned + 4 * q + 2 * half;
           uint32_t word[2 * kRanks] = {};
           wait(phase, [&](int e) { return first + e / 2 * per_source + e % 2; }, [](int e) { return e / 2; }, word);
+          if (place_.gave_up) break;
           float s[2][kRanks];
 #pragma unroll
           for (int e = 0; e < 2 * kRanks; ++e) s[e % 2][e / 2] = bit_cast<float>(word[e]);
@@ -88,7 +89,8 @@ class RowSteps : public DenseSteps {
         uint32_t word[kRanks + 2] = {};
         wait(
             Phase::kBranch, [&](int e) { return e < kRanks ? sums + e * kMaxRows : words + e - kRanks; },
-            [&](int e) { return e < kRanks ? e : segment; }, word);
+            [&](int e) { return e < kRanks ? e : segment; }, word, kBranchGrace);
+        if (place_.gave_up) break;  // nothing of this is to be seen
         float ss[kRanks];
 #pragma unroll
         for (int r = 0; r < kRanks; ++r) ss[r] = bit_cast<float>(word[r]);
@@ -125,7 +127,7 @@ class RowSteps : public DenseSteps {
         const float4 s = __ldcg(reinterpret_cast<const float4*>(stream(i) + column)), n = gains_of(g, column / 4);
         const uint64_t* sums = mine<uint64_t>(w_.row_sums[which]) + i * kSegments;
         uint32_t word[kSegments] = {};
-        wait(Phase::kBranch, [&](int e) { return sums + e; }, [&](int) { return me(); }, word);
+        wait(Phase::kBranch, [&](int e) { return sums + e; }, [&](int) { return me(); }, word, kBarrierGrace);
         float ss[kSegments];
 #pragma unroll
         for (int r = 0; r < kSegments; ++r) ss[r] = bit_cast<float>(word[r]);
@@ -198,7 +200,7 @@ class RowSteps : public DenseSteps {
         uint32_t word[1] = {};
         wait(
             Phase::kEmbed, [&](int) { return slots_from(c / half, w_.branch[0], per_source) + i * half + c % half; },
-            [&](int) { return s_.rows.token[i] / own; }, word);
+            [&](int) { return s_.rows.token[i] / own; }, word, kBarrierGrace);
         stream(i)[2 * c] = canonical(low_bf16(word[0]));
         stream(i)[2 * c + 1] = canonical(high_bf16(word[0]));
       }

@@ -145,10 +145,10 @@ class StepBase {
 #endif
   }
 
-  // N slots' data, all loads in flight together. slot(r) and source(r) say where and from whom. Without data when
-  // somebody gave up: the next barrier says so.
+  // N slots' data, all loads in flight together. slot(r) and source(r) say where and from whom; grace: kBranchGrace.
+  // Without data when somebody gave up: the next barrier says so.
   template <int N, typename Slot, typename Source>
-  __device__ __forceinline__ void wait(Phase phase, Slot slot, Source source, uint32_t (&data)[N]) {
+  __device__ __forceinline__ void wait(Phase phase, Slot slot, Source source, uint32_t (&data)[N], uint64_t grace = 0) {
     const uint32_t epoch = place_.epoch;
     for (uint32_t spins = 1; !place_.gave_up; ++spins) {
       uint64_t word[N];
@@ -161,7 +161,7 @@ class StepBase {
         if (static_cast<uint32_t>(word[r] >> 32) != epoch) missing = r;
       }
       if (missing < 0) return;
-      if (spins % 64 == 0 && should_leave(place_, phase, source(missing))) place_.gave_up = 1;
+      if (spins % 64 == 0 && should_leave(place_, phase, source(missing), grace)) place_.gave_up = 1;
     }
   }
 

@@ -69,6 +69,8 @@ inline __device__ __noinline__ void give_up(const Place& place, ReportCode code,
 
 // Blocks at their rank's barrier give those who wait for another rank time to report first: they know whom.
 constexpr uint64_t kBarrierGrace = 250'000'000;  // ns
+// Likewise who waits for sums that a rank cannot make because it waits itself; longer than kReportGrace.
+constexpr uint64_t kBranchGrace = 125'000'000;
 
 // Looked at now and then by whoever spins.
 inline __device__ __noinline__ bool should_leave(const Place& place, Phase phase, uint32_t source, uint64_t grace = 0) {
