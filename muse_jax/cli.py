@@ -236,7 +236,8 @@ def inspect(
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # a running job may have the GPUs' memory
     found = inspect_checkpoint(checkpoint, devices=devices, batch=batch, capacity=capacity)
     kind = "Orbax" if found.kind == "orbax" else "Hugging Face safetensors"
-    facts = {"checkpoint": f"{kind}, {found.tensors:,} tensors, {_size(found.bytes)}"}
+    held = f"{found.tensors:,} tensors, {_size(found.bytes)}" if found.groups else "tensors unreadable"
+    facts = {"checkpoint": f"{kind}, {held}"}
     _print_facts(facts | ({} if found.model is None else {"model": found.model}))
     if found.groups:
         _print_contents(found)

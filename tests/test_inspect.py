@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 import time
+import zlib
 from types import SimpleNamespace
 
 import jax
@@ -339,24 +340,31 @@ def test_unreadable_configuration(copy, params, kind):
     assert problem == "config.json: No such file or directory; check the path and its permissions"
 
 
-def test_every_damaged_orbax_file(copy, params):
+def test_every_damaged_orbax_file(copy, folders):
+    original = folders / "orbax"
     folder = copy("orbax")
     expected = json.loads((folder / "files.json").read_text())
-    shown = set()
     for name, entry in expected.items():
         data = (folder / name).read_bytes()
         (folder / name).unlink()
         found = inspect_checkpoint(folder)
         assert found.problems == (f"{name}: missing; copy the checkpoint again, or make it anew",)
-        shown.add(found.tensors)
+        assert found.tensors == 0 and found.config == TINY and found.weights is not None
         (folder / name).write_bytes(data + b"x")
         (problem,) = inspect_checkpoint(folder).problems
         assert problem.startswith(f"{name}: expected {entry['bytes']} bytes, found {entry['bytes'] + 1}; ")
         (folder / name).write_bytes(data)
-    assert shown == {0, len(params)}  # all tensors are listed where their metadata is intact
+        if 0 < len(data) < 1 << 24:  # a changed byte, where metadata stands
+            (folder / name).write_bytes(bytes([data[0] ^ 1]) + data[1:])
+            (problem,) = inspect_checkpoint(folder).problems
+            assert problem.startswith(f"{name}: its CRC-32 is not {entry['crc32']}: the content has changed; ")
+            (folder / name).write_bytes(data)
+    (folder / "params" / "orbax.checkpoint").unlink()
+    assert re.search(r"^checkpoint +Orbax, tensors unreadable$", command(folder, code=1), re.M)
+    shutil.copy(original / "params" / "orbax.checkpoint", folder / "params")
     name = next(n for n in expected if n.endswith("/_METADATA"))
     (folder / name).write_text("{")
-    files = {**expected, name: {"bytes": 1, "crc32": ""}}
+    files = {**expected, name: {"bytes": 1, "crc32": f"{zlib.crc32(b'{'):08x}"}}
     (folder / "files.json").write_text(json.dumps(files))
     (problem,) = problems_of(folder)
     assert problem.startswith("params: ") and problem.endswith("; copy the checkpoint again, or make it anew")

@@ -6,6 +6,7 @@ Orbax restores straight onto any mesh, but it returns wrong numbers without a wo
 
 import json
 import logging
+import math
 import os
 import zlib
 from collections.abc import Mapping
@@ -28,6 +29,7 @@ from muse_jax.weights.names import Params, check_params, parameter_specs
 
 PARAMS_FOLDER = "params"
 FILES_FILE = "files.json"
+_METADATA_BYTES = 1 << 24  # the files that Orbax's metadata stands in are smaller
 _HELP = "copy the checkpoint again, or make it anew"
 
 
@@ -82,7 +84,7 @@ def restore(
     mesh = make_mesh() if mesh is None else check_mesh(mesh)
     if not folder.is_dir():
         raise CheckpointError(headline, ["no such folder; check the path"])
-    contents = read_contents(folder, verify=verify)
+    contents = read_contents(folder, verify=math.inf if verify else 0)
     config, specs = contents.config, contents.specs
     if contents.problems or config is None:
         raise CheckpointError(headline, contents.problems)
@@ -94,10 +96,10 @@ def restore(
     return config, {name: params[name] for name in specs}
 
 
-def read_contents(folder: Path, *, verify: bool = False) -> Contents:
+def read_contents(folder: Path, *, verify: float = _METADATA_BYTES) -> Contents:
     """What a folder written by `save` holds, by configuration, file sizes and Orbax's metadata.
 
-    With `verify` the files' checksums are compared too, which reads them.
+    Checksums are compared of files of up to `verify` bytes, which are read for it.
     """
     config, problems = None, []
     try:
@@ -106,7 +108,7 @@ def read_contents(folder: Path, *, verify: bool = False) -> Contents:
         problems += [f"{config_hf.CONFIG_FILE}: {problem}" for problem in error.problems]
     files = _file_problems(folder, verify)
     problems += files
-    found = _metadata(folder, [] if files else problems)  # after a damaged file it is no news
+    found = {} if files else _metadata(folder, problems)
     if config is None:
         return Contents(folder, "orbax", None, found, {}, problems)
     if problems:  # nothing to compare
@@ -156,7 +158,8 @@ def _fingerprint(file: Path) -> dict[str, int | str]:
     return {"bytes": size, "crc32": f"{crc:08x}"}
 
 
-def _file_problems(folder: Path, verify: bool) -> list[str]:
+def _file_problems(folder: Path, verify: float) -> list[str]:
+    """Sizes of all files below `params/`, checksums of those of up to `verify` bytes."""
     try:
         expected = config_hf.read_json(folder / FILES_FILE)
     except ConfigError as error:
@@ -171,6 +174,6 @@ def _file_problems(folder: Path, verify: bool) -> list[str]:
             problems.append(f"{name}: missing; {_HELP}")
         elif file.stat().st_size != entry.get("bytes"):
             problems.append(f"{name}: expected {entry.get('bytes')} bytes, found {file.stat().st_size}; {_HELP}")
-        elif verify and _fingerprint(file) != entry:
+        elif file.stat().st_size <= verify and _fingerprint(file) != entry:
             problems.append(f"{name}: its CRC-32 is not {entry.get('crc32')}: the content has changed; {_HELP}")
     return problems
