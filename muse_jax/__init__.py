@@ -4,6 +4,7 @@ from muse_jax.config import MuseSparkConfig
 from muse_jax.errors import CheckpointError, ConfigError
 from muse_jax.generate import Generation, generate
 from muse_jax.guarantee import guarantee
+from muse_jax.inspection import Inspection, inspect_checkpoint
 from muse_jax.language_model import LanguageModel, load
 from muse_jax.mesh import make_mesh
 from muse_jax.parity import ParityReport, parity
@@ -14,11 +15,13 @@ __all__ = [
     "CheckpointError",
     "ConfigError",
     "Generation",
+    "Inspection",
     "LanguageModel",
     "MuseSparkConfig",
     "ParityReport",
     "generate",
     "guarantee",
+    "inspect_checkpoint",
     "load",
     "make_mesh",
     "parity",

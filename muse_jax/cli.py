@@ -14,6 +14,7 @@ from muse_jax import decode
 from muse_jax.doctor import diagnose
 from muse_jax.generate import generate as run_generate
 from muse_jax.guarantee import BITWISE
+from muse_jax.inspection import Inspection, inspect_checkpoint
 from muse_jax.language_model import LanguageModel, load
 from muse_jax.mesh import RANKS, make_mesh
 from muse_jax.parity import ParityReport, flip_bit
@@ -152,6 +153,100 @@ def doctor() -> None:
     for problem in diagnosis.problems:
         out.print(f"problem: {problem}", markup=False)
     raise typer.Exit(1 if diagnosis.problems else 0)
+
+
+def _size(count: int) -> str:
+    """Decimal units, as disks and models are measured."""
+    value, unit = float(count), "B"
+    for larger in ("kB", "MB", "GB", "TB"):
+        if abs(value) < 1000:
+            break
+        value, unit = value / 1000, larger
+    return f"{count} B" if unit == "B" else f"{value:.1f} {unit}"
+
+
+def _print_table(table: Table) -> None:
+    if out.is_terminal:
+        out.print(table)
+    else:  # for programs and files: no lines, nothing wrapped
+        table.box, table.pad_edge = None, False
+        Console(width=200, highlight=False).print(table)
+
+
+def _print_contents(found: Inspection) -> None:
+    table = Table("stored", Column("tensors", justify="right"), "dtypes", Column("bytes", justify="right"))
+    for group in found.groups:
+        table.add_row(group.name, str(group.tensors), ", ".join(group.dtypes), f"{group.bytes:,}")
+    _print_table(table)
+
+
+def _print_decode_layout(found: Inspection) -> None:
+    assert found.arrays is not None and found.layer_weights is not None and found.weights is not None
+    right = [Column(name, justify="right") for name in ("layers", "a layer, per rank", "per rank of 8", "per device")]
+    table = Table("decode layout", "dtype", *right)
+    for array in found.arrays:
+        layers = {None: "", 0: "none"}.get(array.layers, str(array.layers))
+        layer = f"{array.layer_size.per_rank:,}" if array.layer_size and array.layer_size.per_rank else ""
+        sizes = (f"{n:,}" if n else "" for n in (array.size.per_rank, array.size.per_device))
+        table.add_row(array.name, array.dtype, layers, layer, *sizes)
+    for kind, size in found.layer_weights.items():
+        name = "an NVFP4 layer" if kind == "nvfp4" else "a bf16 layer"
+        table.add_row(name, "", "", f"{size.per_rank:,}", "", f"{size.per_device:,}")
+    table.add_row("all", "", "", "", f"{found.weights.per_rank:,}", f"{found.weights.per_device:,}")
+    _print_table(table)
+
+
+def _memory_facts(found: Inspection) -> dict[str, str]:
+    assert found.caches is not None
+    caches, fit = found.caches, found.fit
+    facts = {
+        "KV per rank": f"{caches.token_bytes:,} bytes per token (full layers) and {caches.ring_bytes:,} per sequence "
+        f"(sliding layers); batch {caches.batch}, capacity {caches.capacity:,}: {_size(caches.size.per_rank)}",
+    }
+    if fit is None:
+        return facts | {"fits": "unknown: the devices do not say how much memory they have"}
+    needed = f"{_size(fit.weights)} weights + {_size(fit.caches)} caches on each of {fit.devices} x {fit.kind}"
+    facts["memory"] = f"{_size(fit.available)} for each of {fit.devices} x {fit.kind} ({fit.available_from})"
+    if fit.fits:
+        room = f"{_size(fit.left)} left, enough for a capacity of {fit.largest_capacity:,}"
+        facts["fits"] = f"yes: {needed}; {room}"
+    else:
+        smaller = f"; a capacity of {fit.largest_capacity:,} would fit" if fit.largest_capacity else ""
+        facts["fits"] = f"no: {needed} are {_size(-fit.left)} too much{smaller}"
+    facts["fits muse_jax.load"] = (
+        f"{'yes' if fit.fits_with_params else 'no'}: it keeps the training layout as well, {_size(fit.params)} more"
+    )
+    return facts
+
+
+@app.command()
+def inspect(
+    checkpoint: Checkpoint,
+    devices: Annotated[
+        int | None,
+        typer.Option(help="Devices to fit, 1, 2, 4 or 8, even if fewer are here. Default: those that are; on a CPU 8."),
+    ] = None,
+    batch: Annotated[int, typer.Option(help="Sequences that are decoded at once.")] = 1,
+    capacity: Annotated[
+        int | None, typer.Option(help="Tokens of each sequence. Default: 4096, or the model's limit if it is less.")
+    ] = None,
+) -> None:
+    """Say what a checkpoint holds and whether decoding fits, without loading it; exit code 1 if something is wrong."""
+    _prepare_cpu(None)
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # a running job may have the GPUs' memory
+    found = inspect_checkpoint(checkpoint, devices=devices, batch=batch, capacity=capacity)
+    kind = "Orbax" if found.kind == "orbax" else "Hugging Face safetensors"
+    held = f"{found.tensors:,} tensors, {_size(found.bytes)}" if found.groups else "tensors unreadable"
+    facts = {"checkpoint": f"{kind}, {held}"}
+    _print_facts(facts | ({} if found.model is None else {"model": found.model}))
+    if found.groups:
+        _print_contents(found)
+    if found.config is not None:
+        _print_decode_layout(found)
+        _print_facts(_memory_facts(found))
+    for problem in found.problems:
+        out.print(f"problem: {problem}", markup=False)
+    raise typer.Exit(1 if found.problems else 0)
 
 
 def main() -> None:
