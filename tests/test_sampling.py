@@ -12,6 +12,7 @@ import pytest
 from decode_helpers import small
 from op_helpers import same
 from oracle import elementary
+from oracle import model as oracle
 from test_generate import LIMIT, PROMPTS, language_model
 
 from muse_jax import Sampling, generate
@@ -127,7 +128,9 @@ def test_the_distribution_is_softmax(sampling):
 def test_positions_are_independent():
     """One key at 4,000 positions is as good as 4,000 keys."""
     logits = jnp.broadcast_to(jnp.zeros(8, jnp.float32), (4000, 8))
-    choice = as_choice(Sampling(), jnp.stack([jax.random.key(5)] * 4000), batch=4000, vocab=8)
+    choice = as_choice(
+        Sampling(), jnp.broadcast_to(jax.random.key_data(jax.random.key(5)), (4000, 2)), batch=4000, vocab=8
+    )
     assert choice is not None
     seen = np.asarray(_choose(logits, choice, jnp.arange(4000, dtype=jnp.int32)))
     assert ((np.bincount(seen, minlength=8) - 500) ** 2 / 500).sum() < 24.3  # 7 degrees, 1 in 1,000
@@ -206,9 +209,10 @@ def test_the_released_vocabulary():
     """202,048 tokens, flat and peaked, against the oracle."""
     rng = np.random.default_rng(2)
     rows = np.stack([np.zeros(202_048), rng.normal(0, 3, 202_048)]).astype(np.float32)
-    for sampling in (Sampling(), Sampling(top_k=50, top_p=0.9), Sampling(top_p=0.9)):
-        made = draw(rows, sampling, keys(2, 9), position=7)
-        assert made.tolist() == [by_oracle(r, sampling, k, 7) for r, k in zip(rows, keys(2, 9), strict=True)]
+    rows = rows[[0, 1, 0, 1, 0, 1]]
+    options = [Sampling(), Sampling(), *[Sampling(top_k=50, top_p=0.9)] * 2, *[Sampling(top_p=0.9)] * 2]
+    want = [by_oracle(r, s, k, 7) for r, s, k in zip(rows, options, keys(6, 9), strict=True)]
+    assert draw(rows, options, keys(6, 9), position=7).tolist() == want
 
 
 def test_pinned():
@@ -297,12 +301,8 @@ def test_log_probs_are_the_references(sampling):
         same(own, np.asarray(model().log_probs([text]))[0, begin:])
         logits = np.asarray(model().reference([text]))[0, begin:-1]
         assert top.tolist() == np.argsort(-logits, axis=1, kind="stable")[:, :3].tolist()
-        for i, row in enumerate(top):
-            for token, value in zip(row, values[i], strict=True):
-                other = np.asarray(model().log_probs([[*text[: begin + 1 + i], int(token)]]))[0, -1]
-                same(value, other)
-            if i == 2:  # the reference is slow
-                break
+        for column in range(3):
+            same(values[:, column], oracle.log_prob(logits, top[:, column]))
         assert (values[:, :-1] >= values[:, 1:]).all()
 
 
