@@ -50,7 +50,7 @@ def test_generate_samples(checkpoint):
     ]
     ids = [m.group(1).split() for out in outputs if (m := re.search(r"token ids +([\d ]+)", out))]
     assert len(ids) == 3 and ids[0] == ids[1] != ids[2]
-    rows = re.findall(r"│ (\d+) +│ .* │ -\d+\.\d{4} +│ \d+ -\d+\.\d{4}  \d+ -\d+\.\d{4} │", outputs[0])
+    rows = re.findall(r"│ (\d+) +│ .* │ -\d+\.\d{4} +│ \d+ -\d+\.\d{4}  \d+ -\d+\.\d{4} +│", outputs[0])
     assert rows == ids[0]
 
 
