@@ -8,6 +8,7 @@ from muse_jax.inspection import Inspection, inspect_checkpoint
 from muse_jax.language_model import LanguageModel, load
 from muse_jax.mesh import make_mesh
 from muse_jax.parity import ParityReport, parity
+from muse_jax.sampling import Sampling
 
 __version__ = "0.1.0"
 
@@ -19,6 +20,7 @@ __all__ = [
     "LanguageModel",
     "MuseSparkConfig",
     "ParityReport",
+    "Sampling",
     "generate",
     "guarantee",
     "inspect_checkpoint",

@@ -9,9 +9,12 @@ import jax
 import typer
 from rich.console import Console
 from rich.table import Column, Table
+from rich.text import Text
+from tokenizers import Tokenizer
 
 from muse_jax import decode
 from muse_jax.doctor import diagnose
+from muse_jax.generate import Generation
 from muse_jax.generate import generate as run_generate
 from muse_jax.guarantee import BITWISE
 from muse_jax.inspection import Inspection, inspect_checkpoint
@@ -19,6 +22,7 @@ from muse_jax.language_model import LanguageModel, load
 from muse_jax.mesh import RANKS, make_mesh
 from muse_jax.parity import ParityReport, flip_bit
 from muse_jax.parity import parity as run_parity
+from muse_jax.sampling import Sampling
 from muse_jax.weights.repack import repack
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, help=__doc__)
@@ -64,6 +68,20 @@ def _print_facts(facts: Mapping[str, str]) -> None:
         out.print(f"{label:21}  {value}", markup=False)
 
 
+def _log_probs(tokenizer: Tokenizer, result: Generation) -> Table:
+    """One line per token of the first sequence."""
+    assert result.log_probs is not None
+    tokens, own = result.tokens[0], result.log_probs[0]
+    table = Table("token", "text", "log-prob", "most probable")
+    for i, token in enumerate(tokens):
+        best = ""
+        if result.top_tokens is not None and result.top_log_probs is not None:
+            pairs = zip(result.top_tokens[0][i].tolist(), result.top_log_probs[0][i].tolist(), strict=True)
+            best = "  ".join(f"{other} {value:.4f}" for other, value in pairs)
+        table.add_row(str(token), Text(repr(tokenizer.decode([token]))), f"{own[i]:.4f}", best)
+    return table
+
+
 def _calls_per_step(model: LanguageModel) -> str:
     state = model.init_state(capacity=16)
     step = jax.jit(decode.decode_step, donate_argnames=("state",))
@@ -78,14 +96,39 @@ def generate(
     prompt: Prompt = DEFAULT_PROMPT,
     max_new_tokens: Annotated[int, typer.Option(help="Tokens to generate at most.")] = 64,
     devices: Devices = None,
+    temperature: Annotated[
+        float | None,
+        typer.Option(help="Sample at this temperature. Default: greedy; 1 where another option of sampling is given."),
+    ] = None,
+    top_k: Annotated[int | None, typer.Option(help="Sample from the k most probable tokens.")] = None,
+    top_p: Annotated[float | None, typer.Option(help="Sample from the most probable tokens that reach p.")] = None,
+    min_p: Annotated[
+        float | None, typer.Option(help="Sample from tokens at least this many times as probable as the best.")
+    ] = None,
+    seed: Annotated[int | None, typer.Option(help="Of the sampling key. Default: 0.")] = None,
+    logprobs: Annotated[
+        int | None, typer.Option(help="Print every token's log-probability and so many of the most probable ones.")
+    ] = None,
     check: Annotated[
         bool, typer.Option("--check", help="Also compare the text's every tap with the reference.")
     ] = False,
 ) -> None:
-    """Continue a prompt greedily with the fused decode step."""
+    """Continue a prompt with the fused decode step, greedily or sampled."""
+    sampling = None
+    if any(option is not None for option in (temperature, top_k, top_p, min_p, seed)):
+        sampling = Sampling(
+            temperature=1.0 if temperature is None else temperature, top_k=top_k, top_p=top_p, min_p=min_p
+        )
     model = _load(checkpoint, devices)
     ids = _encode(model, prompt)
-    result = run_generate(model, ids, max_new_tokens=max_new_tokens)
+    result = run_generate(
+        model,
+        ids,
+        max_new_tokens=max_new_tokens,
+        sampling=sampling,
+        keys=None if sampling is None else jax.random.key(seed or 0, impl="threefry2x32"),
+        logprobs=logprobs,
+    )
     assert model.tokenizer is not None
     mesh_devices = model.mesh.devices.flat
     _print_facts(
@@ -99,6 +142,8 @@ def generate(
             "custom calls per step": _calls_per_step(model),
         }
     )
+    if result.log_probs is not None:
+        out.print(_log_probs(model.tokenizer, result))
     if check:
         report = run_parity(model, ids + result.tokens[0][:-1], chunk=len(ids))
         out.print(_verdict(report))
