@@ -4,9 +4,11 @@ from muse_jax.config import MuseSparkConfig
 from muse_jax.errors import CheckpointError, ConfigError
 from muse_jax.generate import Generation, generate
 from muse_jax.guarantee import guarantee
+from muse_jax.inspection import Inspection, inspect_checkpoint
 from muse_jax.language_model import LanguageModel, load
 from muse_jax.mesh import make_mesh
 from muse_jax.parity import ParityReport, parity
+from muse_jax.sampling import Sampling
 
 __version__ = "0.1.0"
 
@@ -14,11 +16,14 @@ __all__ = [
     "CheckpointError",
     "ConfigError",
     "Generation",
+    "Inspection",
     "LanguageModel",
     "MuseSparkConfig",
     "ParityReport",
+    "Sampling",
     "generate",
     "guarantee",
+    "inspect_checkpoint",
     "load",
     "make_mesh",
     "parity",

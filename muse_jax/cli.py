@@ -9,15 +9,20 @@ import jax
 import typer
 from rich.console import Console
 from rich.table import Column, Table
+from rich.text import Text
+from tokenizers import Tokenizer
 
 from muse_jax import decode
 from muse_jax.doctor import diagnose
+from muse_jax.generate import Generation
 from muse_jax.generate import generate as run_generate
 from muse_jax.guarantee import BITWISE
+from muse_jax.inspection import Inspection, inspect_checkpoint
 from muse_jax.language_model import LanguageModel, load
 from muse_jax.mesh import RANKS, make_mesh
 from muse_jax.parity import ParityReport, flip_bit
 from muse_jax.parity import parity as run_parity
+from muse_jax.sampling import Sampling
 from muse_jax.weights.repack import repack
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, help=__doc__)
@@ -63,6 +68,20 @@ def _print_facts(facts: Mapping[str, str]) -> None:
         out.print(f"{label:21}  {value}", markup=False)
 
 
+def _log_probs(tokenizer: Tokenizer, result: Generation) -> Table:
+    """One line per token of the first sequence."""
+    assert result.log_probs is not None
+    tokens, own = result.tokens[0], result.log_probs[0]
+    table = Table("token", "text", "log-prob", "most probable")
+    for i, token in enumerate(tokens):
+        best = ""
+        if result.top_tokens is not None and result.top_log_probs is not None:
+            pairs = zip(result.top_tokens[0][i].tolist(), result.top_log_probs[0][i].tolist(), strict=True)
+            best = "  ".join(f"{other} {value:.4f}" for other, value in pairs)
+        table.add_row(str(token), Text(repr(tokenizer.decode([token]))), f"{own[i]:.4f}", best)
+    return table
+
+
 def _calls_per_step(model: LanguageModel) -> str:
     state = model.init_state(capacity=16)
     step = jax.jit(decode.decode_step, donate_argnames=("state",))
@@ -77,14 +96,39 @@ def generate(
     prompt: Prompt = DEFAULT_PROMPT,
     max_new_tokens: Annotated[int, typer.Option(help="Tokens to generate at most.")] = 64,
     devices: Devices = None,
+    temperature: Annotated[
+        float | None,
+        typer.Option(help="Sample at this temperature. Default: greedy; 1 where another option of sampling is given."),
+    ] = None,
+    top_k: Annotated[int | None, typer.Option(help="Sample from the k most probable tokens.")] = None,
+    top_p: Annotated[float | None, typer.Option(help="Sample from the most probable tokens that reach p.")] = None,
+    min_p: Annotated[
+        float | None, typer.Option(help="Sample from tokens at least this many times as probable as the best.")
+    ] = None,
+    seed: Annotated[int | None, typer.Option(help="Of the sampling key. Default: 0.")] = None,
+    logprobs: Annotated[
+        int | None, typer.Option(help="Print every token's log-probability and so many of the most probable ones.")
+    ] = None,
     check: Annotated[
         bool, typer.Option("--check", help="Also compare the text's every tap with the reference.")
     ] = False,
 ) -> None:
-    """Continue a prompt greedily with the fused decode step."""
+    """Continue a prompt with the fused decode step, greedily or sampled."""
+    sampling = None
+    if any(option is not None for option in (temperature, top_k, top_p, min_p, seed)):
+        sampling = Sampling(
+            temperature=1.0 if temperature is None else temperature, top_k=top_k, top_p=top_p, min_p=min_p
+        )
     model = _load(checkpoint, devices)
     ids = _encode(model, prompt)
-    result = run_generate(model, ids, max_new_tokens=max_new_tokens)
+    result = run_generate(
+        model,
+        ids,
+        max_new_tokens=max_new_tokens,
+        sampling=sampling,
+        keys=None if sampling is None else jax.random.key(seed or 0, impl="threefry2x32"),
+        logprobs=logprobs,
+    )
     assert model.tokenizer is not None
     mesh_devices = model.mesh.devices.flat
     _print_facts(
@@ -98,6 +142,8 @@ def generate(
             "custom calls per step": _calls_per_step(model),
         }
     )
+    if result.log_probs is not None:
+        out.print(_log_probs(model.tokenizer, result))
     if check:
         report = run_parity(model, ids + result.tokens[0][:-1], chunk=len(ids))
         out.print(_verdict(report))
@@ -152,6 +198,100 @@ def doctor() -> None:
     for problem in diagnosis.problems:
         out.print(f"problem: {problem}", markup=False)
     raise typer.Exit(1 if diagnosis.problems else 0)
+
+
+def _size(count: int) -> str:
+    """Decimal units, as disks and models are measured."""
+    value, unit = float(count), "B"
+    for larger in ("kB", "MB", "GB", "TB"):
+        if abs(value) < 1000:
+            break
+        value, unit = value / 1000, larger
+    return f"{count} B" if unit == "B" else f"{value:.1f} {unit}"
+
+
+def _print_table(table: Table) -> None:
+    if out.is_terminal:
+        out.print(table)
+    else:  # for programs and files: no lines, nothing wrapped
+        table.box, table.pad_edge = None, False
+        Console(width=200, highlight=False).print(table)
+
+
+def _print_contents(found: Inspection) -> None:
+    table = Table("stored", Column("tensors", justify="right"), "dtypes", Column("bytes", justify="right"))
+    for group in found.groups:
+        table.add_row(group.name, str(group.tensors), ", ".join(group.dtypes), f"{group.bytes:,}")
+    _print_table(table)
+
+
+def _print_decode_layout(found: Inspection) -> None:
+    assert found.arrays is not None and found.layer_weights is not None and found.weights is not None
+    right = [Column(name, justify="right") for name in ("layers", "a layer, per rank", "per rank of 8", "per device")]
+    table = Table("decode layout", "dtype", *right)
+    for array in found.arrays:
+        layers = {None: "", 0: "none"}.get(array.layers, str(array.layers))
+        layer = f"{array.layer_size.per_rank:,}" if array.layer_size and array.layer_size.per_rank else ""
+        sizes = (f"{n:,}" if n else "" for n in (array.size.per_rank, array.size.per_device))
+        table.add_row(array.name, array.dtype, layers, layer, *sizes)
+    for kind, size in found.layer_weights.items():
+        name = "an NVFP4 layer" if kind == "nvfp4" else "a bf16 layer"
+        table.add_row(name, "", "", f"{size.per_rank:,}", "", f"{size.per_device:,}")
+    table.add_row("all", "", "", "", f"{found.weights.per_rank:,}", f"{found.weights.per_device:,}")
+    _print_table(table)
+
+
+def _memory_facts(found: Inspection) -> dict[str, str]:
+    assert found.caches is not None
+    caches, fit = found.caches, found.fit
+    facts = {
+        "KV per rank": f"{caches.token_bytes:,} bytes per token (full layers) and {caches.ring_bytes:,} per sequence "
+        f"(sliding layers); batch {caches.batch}, capacity {caches.capacity:,}: {_size(caches.size.per_rank)}",
+    }
+    if fit is None:
+        return facts | {"fits": "unknown: the devices do not say how much memory they have"}
+    needed = f"{_size(fit.weights)} weights + {_size(fit.caches)} caches on each of {fit.devices} x {fit.kind}"
+    facts["memory"] = f"{_size(fit.available)} for each of {fit.devices} x {fit.kind} ({fit.available_from})"
+    if fit.fits:
+        room = f"{_size(fit.left)} left, enough for a capacity of {fit.largest_capacity:,}"
+        facts["fits"] = f"yes: {needed}; {room}"
+    else:
+        smaller = f"; a capacity of {fit.largest_capacity:,} would fit" if fit.largest_capacity else ""
+        facts["fits"] = f"no: {needed} are {_size(-fit.left)} too much{smaller}"
+    facts["fits muse_jax.load"] = (
+        f"{'yes' if fit.fits_with_params else 'no'}: it keeps the training layout as well, {_size(fit.params)} more"
+    )
+    return facts
+
+
+@app.command()
+def inspect(
+    checkpoint: Checkpoint,
+    devices: Annotated[
+        int | None,
+        typer.Option(help="Devices to fit, 1, 2, 4 or 8, even if fewer are here. Default: those that are; on a CPU 8."),
+    ] = None,
+    batch: Annotated[int, typer.Option(help="Sequences that are decoded at once.")] = 1,
+    capacity: Annotated[
+        int | None, typer.Option(help="Tokens of each sequence. Default: 4096, or the model's limit if it is less.")
+    ] = None,
+) -> None:
+    """Say what a checkpoint holds and whether decoding fits, without loading it; exit code 1 if something is wrong."""
+    _prepare_cpu(None)
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # a running job may have the GPUs' memory
+    found = inspect_checkpoint(checkpoint, devices=devices, batch=batch, capacity=capacity)
+    kind = "Orbax" if found.kind == "orbax" else "Hugging Face safetensors"
+    held = f"{found.tensors:,} tensors, {_size(found.bytes)}" if found.groups else "tensors unreadable"
+    facts = {"checkpoint": f"{kind}, {held}"}
+    _print_facts(facts | ({} if found.model is None else {"model": found.model}))
+    if found.groups:
+        _print_contents(found)
+    if found.config is not None:
+        _print_decode_layout(found)
+        _print_facts(_memory_facts(found))
+    for problem in found.problems:
+        out.print(f"problem: {problem}", markup=False)
+    raise typer.Exit(1 if found.problems else 0)
 
 
 def main() -> None:

@@ -11,6 +11,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 RANKS = 8
+RANKS_SHAPE = (RANKS, 2)  # of `ranks_array`
 AXIS = "rank"
 DEVICE_COUNTS = (8, 4, 2, 1)
 

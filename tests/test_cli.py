@@ -40,6 +40,20 @@ def test_generate(checkpoint):
     assert "2 x cpu" in two and ids is not None and ids.group(1).strip() in two
 
 
+def test_generate_samples(checkpoint):
+    """The same text with the same seed on any mesh; a table of log-probabilities."""
+    options = ("--max-new-tokens", 6, "--temperature", 0.8, "--top-k", 40, "--top-p", 0.95, "--min-p", 0.01)
+    outputs = [
+        muse("generate", checkpoint, *options, "--seed", 7, "--logprobs", 2),
+        muse("generate", checkpoint, *options, "--seed", 7, "--devices", 2),
+        muse("generate", checkpoint, *options, "--seed", 8, "--devices", 1),
+    ]
+    ids = [m.group(1).split() for out in outputs if (m := re.search(r"token ids +([\d ]+)", out))]
+    assert len(ids) == 3 and ids[0] == ids[1] != ids[2]
+    rows = re.findall(r"│ (\d+) +│ .* │ -\d+\.\d{4} +│ \d+ -\d+\.\d{4}  \d+ -\d+\.\d{4} +│", outputs[0])
+    assert rows == ids[0]
+
+
 def test_parity(checkpoint):
     out = muse("parity", checkpoint, "--steps", 64)
     assert "differing bytes: 0 of" in out and "first difference" not in out
@@ -69,6 +83,9 @@ def test_flipped_bit_is_found(checkpoint, name, tap):
         (["parity", "CHECKPOINT", "--flip-bit", "norm.weight:x"], "expected NAME[:ELEMENT[:BIT]]"),
         (["generate", "CHECKPOINT", "--max-new-tokens", "0"], "max_new_tokens is 0, allowed: whole numbers from 1 on"),
         (["generate", "CHECKPOINT", "--max-new-tokens", "5000"], "max_position_embeddings"),
+        (["generate", "CHECKPOINT", "--top-k", "0"], "top_k is 0, allowed: whole numbers from 1 on"),
+        (["generate", "CHECKPOINT", "--temperature", "-1"], "temperature is -1.0, allowed: 0 (greedy) or 0.01 to 100"),
+        (["generate", "CHECKPOINT", "--logprobs", "99"], "logprobs is 99, allowed: 0"),
         (["generate", "CHECKPOINT", "--devices", "3"], "allowed: 1, 2, 4 or 8"),
     ],
 )

@@ -78,19 +78,8 @@ def layer_kinds(config: MuseSparkConfig) -> tuple[int, int]:
     return full, config.num_hidden_layers - full
 
 
-def init_state(config: MuseSparkConfig, mesh: Mesh, *, batch: int = 1, capacity: int = 4096) -> DecodeState:
-    """Empty caches.
-
-    Args:
-        config: the model.
-        mesh: the mesh of the weights that will use the state.
-        batch: number of sequences, 1 to 64.
-        capacity: tokens per sequence, prompt and generated together; rounded up to a multiple of 16.
-
-    Raises:
-        ValueError: batch or capacity out of range (capacity may not exceed max_position_embeddings).
-    """
-    mesh = check_mesh(mesh)
+def state_shapes(config: MuseSparkConfig, *, batch: int, capacity: int) -> dict[str, jax.ShapeDtypeStruct]:
+    """The arrays that `init_state` allocates, by name; it says what is allowed and raised."""
     for name, value in (("batch", batch), ("capacity", capacity)):
         if not isinstance(value, int | np.integer) or isinstance(value, bool):
             raise TypeError(f"{name} is {value!r}, expected a whole number")
@@ -104,22 +93,42 @@ def init_state(config: MuseSparkConfig, mesh: Mesh, *, batch: int = 1, capacity:
     full, sliding = layer_kinds(config)
     ring, heads = ring_slots(config.sliding_window), config.num_key_value_heads // RANKS
     # A kind that no layer has keeps one unused layer, because XLA passes no pointer for an empty buffer.
+    full_cache = (RANKS, max(full, 1), batch, heads, capacity, config.head_dim)
+    ring_cache = (RANKS, max(sliding, 1), batch, heads, ring, config.head_dim)
     shapes = {
-        "full": (RANKS, max(full, 1), batch, heads, capacity, config.head_dim),
-        "ring": (RANKS, max(sliding, 1), batch, heads, ring, config.head_dim),
-    }
+        "k_full": (full_cache, jnp.bfloat16), "v_full": (full_cache, jnp.bfloat16),
+        "k_ring": (ring_cache, jnp.bfloat16), "v_ring": (ring_cache, jnp.bfloat16),
+        "lengths": ((batch,), jnp.int32), "rope": ((capacity, 64), jnp.float32), "epoch": ((2,), jnp.int32),
+    }  # fmt: skip
+    return {name: jax.ShapeDtypeStruct(shape, dtype) for name, (shape, dtype) in shapes.items()}
+
+
+def init_state(config: MuseSparkConfig, mesh: Mesh, *, batch: int = 1, capacity: int = 4096) -> DecodeState:
+    """Empty caches.
+
+    Args:
+        config: the model.
+        mesh: the mesh of the weights that will use the state.
+        batch: number of sequences, 1 to 64.
+        capacity: tokens per sequence, prompt and generated together; rounded up to a multiple of 16.
+
+    Raises:
+        ValueError: batch or capacity out of range (capacity may not exceed max_position_embeddings).
+    """
+    mesh = check_mesh(mesh)
+    shapes = state_shapes(config, batch=batch, capacity=capacity)
     sharding = {name: NamedSharding(mesh, spec) for name, spec in SPECS.items()}
 
-    def zeros(kind: str, name: str) -> jax.Array:
-        return jnp.zeros(shapes[kind], jnp.bfloat16, device=sharding[name])
+    def zeros(name: str) -> jax.Array:
+        return jnp.zeros(shapes[name].shape, shapes[name].dtype, device=sharding[name])
 
     def put(name: str, value: np.ndarray) -> jax.Array:
         return jax.make_array_from_callback(value.shape, sharding[name], lambda index: value[index])
 
-    rope = ops.rope_table(capacity, config.rope_theta) if config.rope_theta else np.zeros((capacity, 64), np.float32)
+    slots = shapes["rope"].shape[0]
+    rope = ops.rope_table(slots, config.rope_theta) if config.rope_theta else np.zeros((slots, 64), np.float32)
     return DecodeState(
-        k_full=zeros("full", "k_full"), v_full=zeros("full", "v_full"),
-        k_ring=zeros("ring", "k_ring"), v_ring=zeros("ring", "v_ring"),
+        k_full=zeros("k_full"), v_full=zeros("v_full"), k_ring=zeros("k_ring"), v_ring=zeros("v_ring"),
         lengths=put("lengths", np.zeros(batch, np.int32)), rope=put("rope", rope),
         epoch=put("epoch", np.array([next(_ids), 0], np.int32)),
         config=config, mesh=mesh,

@@ -7,15 +7,16 @@ from jax.sharding import Mesh
 
 from muse_jax.config import MuseSparkConfig
 from muse_jax.errors import CheckpointError
-from muse_jax.weights import orbax_io
+from muse_jax.weights import orbax_io, safetensors_io
+from muse_jax.weights.contents import Contents
 from muse_jax.weights.names import Params, ParamSpec, check_params, parameter_specs, stored_formats
 from muse_jax.weights.orbax_io import restore, save
 from muse_jax.weights.random import random_params
 from muse_jax.weights.safetensors_io import export_hf, import_hf
 
 __all__ = [
-    "ParamSpec", "Params", "check_params", "export_hf", "import_hf", "load", "parameter_specs", "random_params",
-    "restore", "save", "stored_formats",
+    "Contents", "ParamSpec", "Params", "check_params", "export_hf", "import_hf", "load", "parameter_specs",
+    "random_params", "read_contents", "restore", "save", "stored_formats",
 ]  # fmt: skip
 
 
@@ -29,13 +30,28 @@ def load(path: "str | os.PathLike[str]", mesh: Mesh | None = None) -> tuple[Muse
         CheckpointError: neither kind of folder, or what `restore` or `import_hf` say.
     """
     folder = Path(path)
+    return restore(folder, mesh) if _is_ours(folder, "load") else import_hf(folder, mesh)
+
+
+def read_contents(path: "str | os.PathLike[str]") -> Contents:
+    """What a checkpoint folder, ours or Hugging Face's, holds by its headers, and what is wrong there.
+
+    Raises:
+        CheckpointError: neither kind of folder.
+    """
+    folder = Path(path)
+    return orbax_io.read_contents(folder) if _is_ours(folder, "inspect") else safetensors_io.read_contents(folder)
+
+
+def _is_ours(folder: Path, purpose: str) -> bool:
+    """Whether it is our kind of folder rather than Hugging Face's."""
     if not folder.is_dir():
-        raise CheckpointError(f"cannot load {folder}", ["no such folder; check the path"])
+        raise CheckpointError(f"cannot {purpose} {folder}", ["no such folder; check the path"])
     if orbax_io.is_ours(folder):
-        return restore(folder, mesh)
+        return True
     if any(folder.glob("*.safetensors*")):
-        return import_hf(folder, mesh)
+        return False
     raise CheckpointError(
-        f"cannot load {folder}",
+        f"cannot {purpose} {folder}",
         ["neither our params/ nor any *.safetensors in it; give the folder that holds the model's config.json"],
     )

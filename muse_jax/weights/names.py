@@ -5,6 +5,7 @@ masters of a layer whose arithmetic is NVFP4) or as "nvfp4" (codes and scales).
 """
 
 import dataclasses
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
@@ -41,6 +42,11 @@ class ParamSpec:
         """How the parameter lies on a mesh."""
         return rank_sharding(mesh) if self.placement == "expert" else replicated(mesh)
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the whole array."""
+        return nbytes(self.shape, self.dtype)
+
     def describe(self) -> str:
         """Dtype and shape, for messages."""
         return describe(self.shape, self.dtype)
@@ -49,6 +55,11 @@ class ParamSpec:
 def describe(shape: Sequence[int], dtype: Any) -> str:
     """'bfloat16 [16, 512, 128]', for messages."""
     return f"{np.dtype(dtype).name} [{', '.join(map(str, shape))}]"
+
+
+def nbytes(shape: Sequence[int], dtype: Any) -> int:
+    """Bytes of an array."""
+    return math.prod(shape) * np.dtype(dtype).itemsize
 
 
 def parameter_specs(config: MuseSparkConfig, stored: Sequence[str] | None = None) -> dict[str, ParamSpec]:

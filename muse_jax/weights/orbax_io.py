@@ -5,10 +5,13 @@ Orbax restores straight onto any mesh, but it returns wrong numbers without a wo
 """
 
 import json
+import logging
+import math
 import os
 import zlib
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import jax
 from jax.sharding import Mesh
@@ -20,11 +23,13 @@ from muse_jax.config import MuseSparkConfig
 from muse_jax.errors import CheckpointError, ConfigError
 from muse_jax.mesh import check_mesh, make_mesh
 from muse_jax.tokenizer import TOKENIZER_FILE
+from muse_jax.weights.contents import Contents
 from muse_jax.weights.folders import new_folder
-from muse_jax.weights.names import Params, check_params
+from muse_jax.weights.names import Params, check_params, parameter_specs
 
 PARAMS_FOLDER = "params"
 FILES_FILE = "files.json"
+_METADATA_BYTES = 1 << 24  # the files that Orbax's metadata stands in are smaller
 _HELP = "copy the checkpoint again, or make it anew"
 
 
@@ -79,26 +84,57 @@ def restore(
     mesh = make_mesh() if mesh is None else check_mesh(mesh)
     if not folder.is_dir():
         raise CheckpointError(headline, ["no such folder; check the path"])
-    try:
-        config = MuseSparkConfig.from_hf(config_hf.read_json(folder / config_hf.CONFIG_FILE))
-    except ConfigError as error:
-        problems = [f"{config_hf.CONFIG_FILE}: {problem}" for problem in error.problems]
-        raise CheckpointError(headline, problems) from error
-    if problems := _file_problems(folder, verify):
-        raise CheckpointError(headline, problems)
-    try:
-        found = ocp.metadata(str(folder / PARAMS_FOLDER)).metadata
-    except Exception as error:  # Orbax has no common base class for what a damaged checkpoint raises
-        raise CheckpointError(headline, [f"{PARAMS_FOLDER}: {_first_line(error)}; {_HELP}"]) from error
-    specs, problems = check_params(config, found)
-    if problems:
-        raise CheckpointError(headline, [f"{PARAMS_FOLDER}: {problem}" for problem in problems])
+    contents = read_contents(folder, verify=math.inf if verify else 0)
+    config, specs = contents.config, contents.specs
+    if contents.problems or config is None:
+        raise CheckpointError(headline, contents.problems)
     wanted = {n: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=s.sharding(mesh)) for n, s in specs.items()}
     try:
         params = ocp.load(str(folder / PARAMS_FOLDER), wanted)
     except Exception as error:
         raise CheckpointError(headline, [f"{PARAMS_FOLDER}: {_first_line(error)}; {_HELP}"]) from error
     return config, {name: params[name] for name in specs}
+
+
+def read_contents(folder: Path, *, verify: float = _METADATA_BYTES) -> Contents:
+    """What a folder written by `save` holds, by configuration, file sizes and Orbax's metadata.
+
+    Checksums are compared of files of up to `verify` bytes, which are read for it.
+    """
+    config, problems = None, []
+    try:
+        config = MuseSparkConfig.from_hf(config_hf.read_json(folder / config_hf.CONFIG_FILE))
+    except ConfigError as error:
+        problems += [f"{config_hf.CONFIG_FILE}: {problem}" for problem in error.problems]
+    files = _file_problems(folder, verify)
+    problems += files
+    found = {} if files else _metadata(folder, problems)
+    if config is None:
+        return Contents(folder, "orbax", None, found, {}, problems)
+    if problems:  # nothing to compare
+        return Contents(folder, "orbax", config, found, parameter_specs(config), problems)
+    specs, differing = check_params(config, found)
+    return Contents(folder, "orbax", config, found, specs, [f"{PARAMS_FOLDER}: {problem}" for problem in differing])
+
+
+def _metadata(folder: Path, problems: list[str]) -> Mapping[str, Any]:
+    """Name -> shape and dtype, as Orbax knows them; why there are none is added to the problems."""
+    absl = logging.getLogger("absl")  # Orbax's; what it would warn of is returned as a problem
+    level = absl.level
+    absl.setLevel(logging.CRITICAL)
+    try:
+        found = ocp.metadata(str(folder.absolute() / PARAMS_FOLDER)).metadata
+    except Exception as error:  # Orbax has no common base class for what a damaged checkpoint raises
+        problems.append(f"{PARAMS_FOLDER}: {_first_line(error)}; {_HELP}")
+        return {}
+    finally:
+        absl.setLevel(level)
+    if not isinstance(found, Mapping):  # Orbax's answer to some kinds of damage
+        problems.append(f"{PARAMS_FOLDER}: Orbax cannot read what it holds; {_HELP}")
+        return {}
+    strange = [name for name, array in found.items() if not hasattr(array, "shape") or not hasattr(array, "dtype")]
+    problems += [f"{PARAMS_FOLDER}: {name}: expected an array, found something else; {_HELP}" for name in strange]
+    return {name: array for name, array in found.items() if name not in strange}
 
 
 def is_ours(folder: Path) -> bool:
@@ -122,7 +158,8 @@ def _fingerprint(file: Path) -> dict[str, int | str]:
     return {"bytes": size, "crc32": f"{crc:08x}"}
 
 
-def _file_problems(folder: Path, verify: bool) -> list[str]:
+def _file_problems(folder: Path, verify: float) -> list[str]:
+    """Sizes of all files below `params/`, checksums of those of up to `verify` bytes."""
     try:
         expected = config_hf.read_json(folder / FILES_FILE)
     except ConfigError as error:
@@ -137,6 +174,6 @@ def _file_problems(folder: Path, verify: bool) -> list[str]:
             problems.append(f"{name}: missing; {_HELP}")
         elif file.stat().st_size != entry.get("bytes"):
             problems.append(f"{name}: expected {entry.get('bytes')} bytes, found {file.stat().st_size}; {_HELP}")
-        elif verify and _fingerprint(file) != entry:
+        elif file.stat().st_size <= verify and _fingerprint(file) != entry:
             problems.append(f"{name}: its CRC-32 is not {entry.get('crc32')}: the content has changed; {_HELP}")
     return problems

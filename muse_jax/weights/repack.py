@@ -16,8 +16,8 @@ from muse_jax import ops
 from muse_jax.comm import Communicator
 from muse_jax.config import MuseSparkConfig
 from muse_jax.decode.weights import SPECS, DecodeWeights
-from muse_jax.mesh import AXIS, RANKS, check_mesh, ranks_array
-from muse_jax.weights.names import check_params
+from muse_jax.mesh import AXIS, RANKS, RANKS_SHAPE, check_mesh, make_mesh, ranks_array
+from muse_jax.weights.names import check_params, parameter_specs
 
 TILE = 16
 SEGMENTS = 8  # of K, the contract's; not the ranks
@@ -51,6 +51,15 @@ def repack(
     return DecodeWeights(
         **arrays, ranks=ranks_array(mesh, next(_packings)), config=config, mesh=mesh, communicator=communicator
     )
+
+
+def decode_shapes(config: MuseSparkConfig) -> dict[str, jax.ShapeDtypeStruct]:
+    """The arrays that `repack` makes for a model, by name: traced, so that nothing is computed or allocated."""
+    params = {name: jax.ShapeDtypeStruct(spec.shape, spec.dtype) for name, spec in parameter_specs(config).items()}
+    mesh = make_mesh(1)  # shapes are those of all ranks on any mesh
+    shapes = jax.eval_shape(functools.partial(_pack, config, mesh), params)
+    shapes["ranks"] = jax.ShapeDtypeStruct(RANKS_SHAPE, jnp.int32)
+    return {name: shapes[name] for name in SPECS}
 
 
 @functools.lru_cache(maxsize=16)

@@ -19,6 +19,7 @@ from muse_jax.errors import CheckpointError, ConfigError
 from muse_jax.mesh import check_mesh, make_mesh
 from muse_jax.tokenizer import TOKENIZER_FILE
 from muse_jax.weights import hf_names
+from muse_jax.weights.contents import Contents
 from muse_jax.weights.folders import new_folder
 from muse_jax.weights.names import (
     BF16,
@@ -57,16 +58,39 @@ def import_hf(folder: "str | os.PathLike[str]", mesh: Mesh | None = None) -> tup
     folder = Path(folder)
     headline = f"cannot import {folder}"
     mesh = make_mesh() if mesh is None else check_mesh(mesh)
+    contents = read_contents(folder)
+    config, specs, found = contents.config, contents.specs, contents.tensors
+    if contents.problems or config is None:
+        raise CheckpointError(headline, contents.problems)
+
+    problems: list[str] = []
+    params: Params = {}
+    for name, spec in specs.items():
+        parts = _parts(config, name, found)
+        for part in parts:
+            if (bad := value_problem(name, found[part].read())) is not None:
+                problems.append(f"{_where(found[part])}: {bad}")
+        if not problems:  # keep looking for problems, but stop filling memory
+            params[name] = place(spec, _assemble(spec, parts, found), mesh)
+    if problems:
+        raise CheckpointError(headline, problems)
+    return config, params
+
+
+def read_contents(folder: Path) -> Contents:
+    """What the folder holds, by configuration and headers; see `import_hf` for what is accepted."""
     try:
         raw = config_hf.read_folder(folder)
         config = MuseSparkConfig.from_hf(raw)
     except ConfigError as error:
         problems = [f"{config_hf.CONFIG_FILE}: {problem}" for problem in error.problems]
-        raise CheckpointError(headline, problems) from error
+        files = _Files(folder) if folder.is_dir() else None
+        return Contents(
+            folder, "safetensors", None, files.tensors if files else {}, {},
+            problems + (files.problems if files else []), files.passed_over if files else {},
+        )  # fmt: skip
 
     files = _Files(folder)
-    if files.nothing_to_compare:
-        raise CheckpointError(headline, files.problems)
     found, problems = files.tensors, files.problems
     stored = _stored(config, found)
     ours = config_hf.EXTRA in raw
@@ -77,21 +101,10 @@ def import_hf(folder: "str | os.PathLike[str]", mesh: Mesh | None = None) -> tup
         )
     )
     specs = parameter_specs(config, stored)
-    in_files = _specs_in_files(config, specs, found)
-    problems += compare({n: s for n, s in in_files.items() if n not in files.lost}, found, files.where)
-    if problems:
-        raise CheckpointError(headline, problems)
-
-    params: Params = {}
-    for name, spec in specs.items():
-        parts = _parts(config, name, found)
-        bad = [f"{files.where(p)}: {b}" for p in parts if (b := value_problem(name, found[p].read())) is not None]
-        problems += bad
-        if not problems:  # keep looking for problems, but stop filling memory
-            params[name] = place(spec, _assemble(spec, parts, found), mesh)
-    if problems:
-        raise CheckpointError(headline, problems)
-    return config, params
+    if not files.nothing_to_compare:
+        in_files = _specs_in_files(config, specs, found)
+        problems += compare({n: s for n, s in in_files.items() if n not in files.lost}, found, files.where)
+    return Contents(folder, "safetensors", config, found, specs, problems, files.passed_over)
 
 
 class _Files:
@@ -99,6 +112,8 @@ class _Files:
 
     def __init__(self, folder: Path):
         self.tensors: dict[str, Tensor] = {}
+        self.passed_over: dict[str, Tensor] = {}
+        """Tensors that the text decoder has no use for, by the name in the file."""
         self.problems: list[str] = []
         self.lost: set[str] = set()
         """Names that the index places in a file already reported: their absence is no news."""
@@ -146,6 +161,7 @@ class _Files:
         for key, tensor in tensors.items():
             name = hf_names.canonical(key)
             if name is None:
+                self.passed_over[key] = tensor
                 continue
             first = self.tensors.setdefault(name, tensor)
             if first is not tensor:
@@ -159,7 +175,11 @@ class _Files:
 
     def where(self, name: str) -> str:
         tensor = self.tensors.get(name)
-        return hf_names.hf_key(name) if tensor is None else f"{tensor.path.name}: {tensor.key}"
+        return hf_names.hf_key(name) if tensor is None else _where(tensor)
+
+
+def _where(tensor: Tensor) -> str:
+    return f"{tensor.path.name}: {tensor.key}"
 
 
 def _stored(config: MuseSparkConfig, found: Mapping[str, Tensor]) -> tuple[str, ...]:
@@ -249,12 +269,11 @@ def _shards(specs: Mapping[str, ParamSpec], limit: int) -> list[list[str]]:
     shards: list[list[str]] = [[]]
     size = 0
     for name, spec in specs.items():
-        need = int(np.prod(spec.shape)) * spec.dtype.itemsize
-        if shards[-1] and size + need > limit:
+        if shards[-1] and size + spec.nbytes > limit:
             shards.append([])
             size = 0
         shards[-1].append(name)
-        size += need
+        size += spec.nbytes
     return shards
 
 
