@@ -107,8 +107,8 @@ __device__ __forceinline__ void attend_chunk(const AttentionUnit& u, int chunk, 
       }
       p[n] = static_cast<uint32_t>(own[0]) | static_cast<uint32_t>(own[1]) << 16;
     }
-    mma_bf16_low(denominator, p, {0x3F803F80u, 0x3F803F80u});  // ones
-                                                               // Column g of tile d is dimension 8 g + d.
+    // Times ones; then column g of tile d is dimension 8 g + d.
+    mma_bf16_low(denominator, p, {0x3F803F80u, 0x3F803F80u});
 #pragma unroll
     for (int d = 0; d < 8; ++d) {
       const auto element = [&](int i) {
