@@ -1,9 +1,9 @@
 """Command line: thin wrappers around the library, for people at a terminal."""
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, NoReturn
 
 import jax
 import typer
@@ -44,6 +44,12 @@ def _prepare_cpu(devices: int | None) -> None:
     jax.config.update("jax_num_cpu_devices", devices or RANKS)  # only read by the CPU backend
 
 
+def _look_only() -> None:
+    """For commands that load no model: GPU memory may be another job's."""
+    _prepare_cpu(None)
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+
+
 def _load(checkpoint: Path, devices: int | None) -> LanguageModel:
     _prepare_cpu(devices)
     return load(checkpoint, mesh=make_mesh(devices))
@@ -66,6 +72,14 @@ def _verdict(report: ParityReport) -> str:
 def _print_facts(facts: Mapping[str, str]) -> None:
     for label, value in facts.items():
         out.print(f"{label:21}  {value}", markup=False)
+
+
+def _exit_with(problems: Iterable[str]) -> NoReturn:
+    """Exit code 1 and a line for each, or 0."""
+    lines = [f"problem: {problem}" for problem in problems]
+    for line in lines:
+        out.print(line, markup=False)
+    raise typer.Exit(1 if lines else 0)
 
 
 def _log_probs(tokenizer: Tokenizer, result: Generation) -> Table:
@@ -189,15 +203,12 @@ def parity(
 @app.command()
 def doctor() -> None:
     """Say what is installed, which devices there are and which guarantees hold on them; exit code 1 if one does not."""
-    _prepare_cpu(None)
-    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # a running job may have the GPUs' memory
+    _look_only()
     if (platforms := jax.config.values["jax_platforms"]) and "cpu" not in platforms.split(","):
         jax.config.update("jax_platforms", f"{platforms},cpu")  # GPUs are compared with it
     diagnosis = diagnose()
     _print_facts(diagnosis.facts)
-    for problem in diagnosis.problems:
-        out.print(f"problem: {problem}", markup=False)
-    raise typer.Exit(1 if diagnosis.problems else 0)
+    _exit_with(diagnosis.problems)
 
 
 def _size(count: int) -> str:
@@ -277,8 +288,7 @@ def inspect(
     ] = None,
 ) -> None:
     """Say what a checkpoint holds and whether decoding fits, without loading it; exit code 1 if something is wrong."""
-    _prepare_cpu(None)
-    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # a running job may have the GPUs' memory
+    _look_only()
     found = inspect_checkpoint(checkpoint, devices=devices, batch=batch, capacity=capacity)
     kind = "Orbax" if found.kind == "orbax" else "Hugging Face safetensors"
     held = f"{found.tensors:,} tensors, {_size(found.bytes)}" if found.groups else "tensors unreadable"
@@ -289,9 +299,7 @@ def inspect(
     if found.config is not None:
         _print_decode_layout(found)
         _print_facts(_memory_facts(found))
-    for problem in found.problems:
-        out.print(f"problem: {problem}", markup=False)
-    raise typer.Exit(1 if found.problems else 0)
+    _exit_with(found.problems)
 
 
 def main() -> None:

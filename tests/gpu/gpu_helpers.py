@@ -188,6 +188,21 @@ def greedy(weights, state, token, steps):
     return tokens, state
 
 
+def beside_the_cpu(configs, arrays, gpus, steps, capacity=256):
+    """Yields (weights on the GPUs, what each generates on the CPU: a list of arrays); then checks and closes."""
+    on_gpus = [placed(config, own, gpus) for config, own in zip(configs, arrays, strict=True)]
+    expected = []
+    for config, own in zip(configs, arrays, strict=True):
+        weights = placed(config, own, jax.devices("cpu")[:1])
+        output, state = start(weights, capacity=capacity)
+        tokens, state = greedy(weights, state, output.token, steps)
+        expected.append([np.asarray(tokens), *caches(state)])
+    yield on_gpus, expected
+    for weights in on_gpus:
+        weights.communicator.check()
+        weights.communicator.close()
+
+
 def caches(state) -> list[np.ndarray]:
     return [np.asarray(getattr(state, name)) for name in CACHES]
 

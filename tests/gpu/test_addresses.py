@@ -14,23 +14,10 @@ STEPS, CAPACITY = 12, 96
 
 @pytest.fixture
 def models(gpus):
-    """Two models of one shape with other weights, so that a stale address gives plausible but wrong bits.
-
-    (their weights on the GPUs, what each generates on the CPU: a list of arrays)
-    """
+    """Two models of one shape with other weights, so that a stale address gives plausible but wrong bits."""
     config = helpers.small_config()
     arrays = [helpers.random_arrays(config, seed) for seed in (1, 2)]
-    on_gpus = [helpers.placed(config, a, gpus) for a in arrays]
-    expected = []
-    for a in arrays:
-        weights = helpers.placed(config, a, jax.devices("cpu")[:1])
-        output, state = helpers.start(weights, capacity=CAPACITY)
-        tokens, state = helpers.greedy(weights, state, output.token, STEPS)
-        expected.append([np.asarray(tokens), *helpers.caches(state)])
-    yield on_gpus, expected
-    for weights in on_gpus:
-        weights.communicator.check()
-        weights.communicator.close()
+    yield from helpers.beside_the_cpu([config] * 2, arrays, gpus, STEPS, CAPACITY)
 
 
 def address(array) -> int:

@@ -132,20 +132,10 @@ STEPS = 200
 
 @pytest.fixture
 def two_models(gpus):
-    """(weights of two models of other shapes on the GPUs, what each generates on the CPU)"""
+    """Two models of other shapes."""
     configs = [helpers.small_config(), helpers.small_config(hidden_size=384, sliding_window=5, num_attention_heads=8)]
     arrays = [helpers.random_arrays(config, seed) for seed, config in enumerate(configs)]
-    on_gpus = [helpers.placed(c, a, gpus) for c, a in zip(configs, arrays, strict=True)]
-    expected = []
-    for config, a in zip(configs, arrays, strict=True):
-        weights = helpers.placed(config, a, jax.devices("cpu")[:1])
-        output, state = helpers.start(weights)
-        tokens, state = helpers.greedy(weights, state, output.token, STEPS)
-        expected.append([np.asarray(tokens), *helpers.caches(state)])
-    yield on_gpus, expected
-    for weights in on_gpus:
-        weights.communicator.check()
-        weights.communicator.close()
+    yield from helpers.beside_the_cpu(configs, arrays, gpus, STEPS)
 
 
 def stepped(step, weights, state, token, steps=STEPS):

@@ -19,7 +19,7 @@ __device__ __forceinline__ int thread_index() {
   return static_cast<int>(index);
 }
 
-// All computing threads; the producer never takes part, so __syncthreads would wait for ever. Named barrier 1, because
+// All computing threads; the producers never take part, so __syncthreads would wait for ever. Named barrier 1, because
 // 0 is __syncthreads'.
 __device__ __forceinline__ void sync_block() { asm volatile("bar.sync 1, %0;" ::"n"(kThreads) : "memory"); }
 

@@ -139,7 +139,7 @@ class StepBase {
   // A stamp of the timeline: what ended here. Nothing unless the build asks for it.
   __device__ __forceinline__ void mark([[maybe_unused]] Mark what) {
 #ifdef MUSE_TIMELINE
-    if (thread_index() == 0 && place_.events < kTimelineEvents)
+    if (thread_index() == 0 && place_.index < kTimelineBlocks && place_.events < kTimelineEvents)
       mine<uint64_t>(w_.timeline)[place_.index * kTimelineEvents + place_.events++] =
           static_cast<uint64_t>(clock64()) << 8 | static_cast<uint64_t>(what);
 #endif
