@@ -175,13 +175,13 @@ __global__ void __launch_bounds__(kLaunchThreads, 1) decode_head(const __grid_co
     }
   }
   if (threadIdx.x >= kThreads) {
-    if (!place.gave_up && shared.rows.count > 0 && threadIdx.x % 32 == 0) {
+    if (!place.gave_up && shared.rows.count > 0) {
       Producer producer(shared);
       producer.dense(head_job(shared.args, place.rank), (shared.rows.count + kPassRows - 1) / kPassRows);
     }
-    finish_producers(shared);
+    Ring(shared.ring).drain(threadIdx.x % 32);
   }
-  __syncthreads();  // the producers' copies have landed
+  __syncthreads();  // the producer's copies have landed
 }
 
 }  // namespace

@@ -1,5 +1,5 @@
 // The fused decode step on a GPU: one launch for all layers. The blocks of a device are shared out among its ranks; a
-// rank's blocks meet at barriers, ranks meet through slots (sync.cuh); in every block four warps stream weights and the
+// rank's blocks meet at barriers, ranks meet through slots (sync.cuh); in every block one warp streams weights and the
 // others compute. The arithmetic is ffi/decode/cpu/layers.cc's, bit for bit.
 #include <algorithm>
 
@@ -63,12 +63,12 @@ class Step : ExpertSteps {
     run_phase<&Step::group_pairs>();
     if (threadIdx.x == 0) ring_.experts_known();
     mark(Mark::kGroup);
-    run_phase<&Step::expert_gemm>(l, false);
+    experts(l, false);
     mark(Mark::kFirst);
     if (!run_phase<&Step::gather_hidden>(l)) return false;
     mark(Mark::kGather);
     if (!rank_barrier(Phase::kHidden)) return false;
-    run_phase<&Step::expert_gemm>(l, true);
+    experts(l, true);
     mark(Mark::kSecond);
     if (!rank_barrier(Phase::kCombine)) return false;
     run_phase<&Step::sums_of_squares>(l);
@@ -76,6 +76,23 @@ class Step : ExpertSteps {
     if (!run_phase<&Step::combine_rows>(l)) return false;
     mark(Mark::kCombine);
     return rank_barrier(Phase::kCombine);
+  }
+
+  __device__ void experts(int64_t l, bool second) {
+    const ExpertKind kind = expert_kind(l);
+    const int batches = expert_batches(l, second);
+#pragma unroll 1
+    for (int batch = 0; batch < batches; ++batch) {
+      if (kind == ExpertKind::kW4A4)
+        run_phase<&Step::expert_chains<ExpertKind::kW4A4>>(l, second, batch);
+      else if (kind == ExpertKind::kW4A16)
+        run_phase<&Step::expert_chains<ExpertKind::kW4A16>>(l, second, batch);
+      else
+        run_phase<&Step::expert_chains<ExpertKind::kBf16>>(l, second, batch);
+      sync_block();
+      run_phase<&Step::finish_units>(l, second, batch);
+      sync_block();
+    }
   }
 };
 
@@ -108,7 +125,7 @@ __device__ __noinline__ void prefetch_small(const Producer& producer, const Step
   }
 }
 
-// The producers': the weights of all layers in the order of Step's phases.
+// The producer's: the weights of all layers in the order of Step's phases.
 __device__ __noinline__ void stream_weights(BlockShared& s) {
   const Plan& p = s.args.plan;
   const RankPointers& w = s.args.rank[s.place.rank];
@@ -153,10 +170,10 @@ __global__ void __launch_bounds__(kLaunchThreads, 1) decode_layers(const __grid_
       if (static_cast<int32_t>(place.rank) == args.local[0]) args.epoch[1] += 1;
     }
   } else {
-    if (work && shared.rows.count > 0 && threadIdx.x % 32 == 0) stream_weights(shared);
-    finish_producers(shared);
+    if (work && shared.rows.count > 0) stream_weights(shared);
+    Ring(shared.ring).drain(threadIdx.x % 32);
   }
-  __syncthreads();  // the producers' copies have landed
+  __syncthreads();  // the producer's copies have landed
 }
 
 int64_t region_bytes(const Plan& p) {
@@ -166,7 +183,7 @@ int64_t region_bytes(const Plan& p) {
        row_parallel_operand_bytes(p.moe_columns()),
        p.hidden * 4,                                                                                 // a row
        static_cast<int64_t>(sizeof(ChunkShared)) + group * (3 * (kHeadDim + 1) * 4 + kHeadDim * 2),  // attention
-       static_cast<int64_t>(sizeof(float) * 2048 + 256) + p.moe_hidden * 4,                          // router
+       static_cast<int64_t>(sizeof(float) * 2048 + 256) + p.moe_hidden * 6,                          // router
        p.experts * 8 + kMaxPairs * 4,                                                                // pairs by expert
        int64_t{kMinUnits} * kUnitSumBytes});
 }

@@ -16,6 +16,8 @@ class RouterSteps : public AttentionSteps {
     const int own = static_cast<int>(p_.experts_rank()), half = static_cast<int>(p_.moe_columns()) / 2;
     const int experts = static_cast<int>(p_.experts);
     RouterRegion& sh = *region<RouterRegion>();
+    uint32_t* gained = reinterpret_cast<uint32_t*>(sh.row + moe_hidden());  // gains, two by two; then the normed row
+    const uint32_t* gains = reinterpret_cast<const uint32_t*>(a_.shared.moe_gains) + static_cast<int>(l) * moe_hidden();
 #pragma unroll 1
     for (int i = first_row(kRouteRows); i < rows(); i += blocks()) {
       sync_block();
@@ -47,32 +49,16 @@ class RouterSteps : public AttentionSteps {
             },
             [&](int e) { return at(e) / half; }, word);
 #pragma unroll
-        for (int e = 0; e < kWords; ++e)
+        for (int e = 0; e < kWords; ++e) {
           reinterpret_cast<float2*>(sh.row)[at(e)] = {low_bf16(word[e]), high_bf16(word[e])};
+          gained[at(e)] = __ldg(gains + at(e));
+        }
       }
       if (!all_alive()) return false;
       rank_experts(sh, experts);
       const float r = inverse_rms(block_sumsq(moe_hidden(), sh.row, s_.partial), moe_hidden(), p_.eps);
       if (thread_index() / 32 == kWarps - 1) weigh(l, i, sh);
-      const uint16_t* g = a_.shared.moe_gains + 2 * static_cast<int>(l) * moe_hidden();
-      uint16_t* out = mine<uint16_t>(w_.x) + i * expert_row(moe_hidden());
-      const bool quantized = p_.kind[l].nvfp4 && p_.quantize_activations;
-#pragma unroll 1
-      for (int b = thread_index(); b < moe_hidden() / 16; b += kThreads) {
-        const uint4 low = __ldg(reinterpret_cast<const uint4*>(g + 16 * b)),
-                    high = __ldg(reinterpret_cast<const uint4*>(g + 16 * b) + 1);
-        const uint32_t gains[8] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
-        uint32_t word[8];
-#pragma unroll
-        for (int k = 0; k < 8; ++k) {
-          const float2 v = reinterpret_cast<const float2*>(sh.row)[8 * b + k];
-          word[k] = pack(to_bf16((v.x * r) * low_bf16(gains[k])), to_bf16((v.y * r) * high_bf16(gains[k])));
-        }
-        if (quantized) quantize(word, a_.shared.input_scales[2 * static_cast<int>(l)]);
-        uint16_t* to = operand_block(out, moe_hidden(), b);
-#pragma unroll
-        for (int t = 0; t < 4; ++t) *reinterpret_cast<uint2*>(to + t * 8) = uint2{word[t], word[t + 4]};
-      }
+      write_operand(l, i, reinterpret_cast<const float2*>(sh.row), gained, r);
     }
     return true;
   }
@@ -82,7 +68,7 @@ class RouterSteps : public AttentionSteps {
     uint32_t key[1024];
     float probability[1024];
     int32_t chosen[kMaxTopK], order[kMaxTopK];
-    float row[];  // the pooled row
+    float row[];  // the pooled row, and half as many words more
   };
 
   // Expert operands are rows of 16-bit numbers, each of eight segments padded to whole panels; a pair of 16-blocks lies
@@ -101,27 +87,6 @@ class RouterSteps : public AttentionSteps {
   // Code times block scale has six significant bits: exact in fp16.
   __device__ static uint16_t code_value(uint32_t code, float scale) {
     return __half_as_ushort(__float2half_rn(from_e2m1(code) * scale));
-  }
-
-  // quantize_block of formats.h for one thread's block, two numbers per word; what the codes and their scale stand for.
-  __device__ static void quantize(uint32_t (&word)[8], float input_scale) {
-    float amax = 0.0f;
-    bool finite = true;
-#pragma unroll
-    for (int k = 0; k < 8; ++k) {
-      amax = fmaxf(amax, fmaxf(abs32(low_bf16(word[k])), abs32(high_bf16(word[k]))));
-      finite =
-          finite && bf16_finite(static_cast<uint16_t>(word[k])) && bf16_finite(static_cast<uint16_t>(word[k] >> 16));
-    }
-    const uint8_t sf = finite ? to_e4m3_sat((amax / 6.0f) / input_scale) : kNan8;
-    const bool zero = sf == 0 || sf == kNan8;
-    const float scale = from_e4m3(sf), divisor = scale * input_scale;
-#pragma unroll
-    for (int k = 0; k < 8; ++k) {
-      const uint32_t x = zero ? 0u : to_e2m1_sat(low_bf16(word[k]) / divisor);
-      const uint32_t y = zero ? 0u : to_e2m1_sat(high_bf16(word[k]) / divisor);
-      word[k] = pack(code_value(x, scale), code_value(y, scale));
-    }
   }
 
   // Two neighbouring codes (the low byte's nibbles) times their scale, given twice as fp16. (eem) << 9 is the fp16
@@ -145,12 +110,53 @@ class RouterSteps : public AttentionSteps {
       amax = fmaxf(amax, __shfl_xor_sync(~0u, amax, step));
       finite = __shfl_xor_sync(~0u, finite, step) && finite;
     }
-    const uint8_t sf = finite ? to_e4m3_sat((amax / 6.0f) / input_scale) : kNan8;
-    const bool zero = sf == 0 || sf == kNan8;
-    return {sf, zero ? 0u : to_e2m1_sat(from_bf16(x) / (from_e4m3(sf) * input_scale))};
+    const uint8_t sf = block_scale(amax, finite, input_scale);
+    return {sf, sf == 0 || sf == kNan8 ? 0u : to_e2m1_sat(from_bf16(x) / (from_e4m3(sf) * input_scale))};
+  }
+  __device__ static uint8_t block_scale(float amax, bool finite, float input_scale) {
+    return finite ? to_e4m3_sat((amax / 6.0f) / input_scale) : kNan8;
   }
 
  private:
+  // The normed row as expert operand, a 16-block per thread. Two loops over a block's words, not one long piece of
+  // code: it runs once per layer, out of a cold instruction cache. Threads start at different words, for the banks'
+  // sake.
+  __device__ void write_operand(int64_t l, int i, const float2* row, uint32_t* words, float r) {
+    uint16_t* out = mine<uint16_t>(w_.x) + i * expert_row(moe_hidden());
+    const bool quantized = p_.kind[l].nvfp4 && p_.quantize_activations;
+    const float input_scale = a_.shared.input_scales[2 * static_cast<int>(l)];
+#pragma unroll 1
+    for (int b = thread_index(); b < moe_hidden() / 16; b += kThreads) {
+      float amax = 0.0f;
+      bool finite = true;
+#pragma unroll 2
+      for (int k0 = 0; k0 < 8; ++k0) {
+        const int at = 8 * b + (k0 + b) % 8;
+        const float2 v = row[at];
+        const uint32_t gain = words[at];
+        const uint16_t x = to_bf16((v.x * r) * low_bf16(gain)), y = to_bf16((v.y * r) * high_bf16(gain));
+        words[at] = pack(x, y);
+        amax = fmaxf(amax, fmaxf(abs32(from_bf16(x)), abs32(from_bf16(y))));
+        finite = finite && bf16_finite(x) && bf16_finite(y);
+      }
+      const uint8_t sf = block_scale(amax, finite, input_scale);
+      const bool zero = sf == 0 || sf == kNan8;
+      const float scale = from_e4m3(sf), divisor = scale * input_scale;
+      const auto stands_for = [&](uint32_t two) {  // what the codes and their scale stand for
+        if (!quantized) return two;
+        const uint32_t x = zero ? 0u : to_e2m1_sat(low_bf16(two) / divisor);
+        const uint32_t y = zero ? 0u : to_e2m1_sat(high_bf16(two) / divisor);
+        return pack(code_value(x, scale), code_value(y, scale));
+      };
+      uint16_t* to = operand_block(out, moe_hidden(), b);
+#pragma unroll 1
+      for (int t0 = 0; t0 < 4; ++t0) {
+        const int t = (t0 + b) % 4;
+        *reinterpret_cast<uint2*>(to + t * 8) = uint2{stands_for(words[8 * b + t]), stands_for(words[8 * b + t + 4])};
+      }
+    }
+  }
+
   // Keys as unsigned numbers of the same order; NaN below all others.
   __device__ static uint32_t sortable(float key) {
     const uint32_t bits = bit_cast<uint32_t>(key == 0.0f ? 0.0f : key);  // -0 and +0 are equal
