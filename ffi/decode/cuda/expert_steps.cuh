@@ -277,7 +277,7 @@ class ExpertSteps : public RouterSteps {
     const uint16_t* g = post_gain(l);
     CombineRegion& sh = *region<CombineRegion>();
 #pragma unroll 1
-    for (int i = first_row(kCombineRows); i < rows(); i += blocks()) {
+    for (int i = first_unit(kCombineRows); i < rows(); i += blocks()) {
       sync_block();
       if (thread_index() < k_count) {
         const int pair = i * k_count + thread_index();

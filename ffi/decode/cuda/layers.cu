@@ -183,7 +183,7 @@ int64_t region_bytes(const Plan& p) {
        row_parallel_operand_bytes(p.moe_columns()),
        p.hidden * 4,                                                                                 // a row
        static_cast<int64_t>(sizeof(ChunkShared)) + group * (3 * (kHeadDim + 1) * 4 + kHeadDim * 2),  // attention
-       static_cast<int64_t>(sizeof(float) * 2048 + 256) + p.moe_hidden * 6,                          // router
+       std::max<int64_t>(sizeof(float) * 2048 + 256, p.moe_hidden * 6),                              // router
        p.experts * 8 + kMaxPairs * 4,                                                                // pairs by expert
        int64_t{kMinUnits} * kUnitSumBytes});
 }

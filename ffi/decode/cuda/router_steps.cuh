@@ -11,54 +11,12 @@ class RouterSteps : public AttentionSteps {
  public:
   using AttentionSteps::AttentionSteps;
 
-  // Every rank routes every row for itself: choice, weights, normed pooled row as expert operand.
+  // Every rank routes every row for itself. A row's choice of experts and its expert operand are for two blocks.
   __device__ bool route_rows(int64_t l) {
-    const int own = static_cast<int>(p_.experts_rank()), half = static_cast<int>(p_.moe_columns()) / 2;
-    const int experts = static_cast<int>(p_.experts);
-    RouterRegion& sh = *region<RouterRegion>();
-    uint32_t* gained = reinterpret_cast<uint32_t*>(sh.row + moe_hidden());  // gains, two by two; then the normed row
-    const uint32_t* gains = reinterpret_cast<const uint32_t*>(a_.shared.moe_gains) + static_cast<int>(l) * moe_hidden();
 #pragma unroll 1
-    for (int i = first_row(kRouteRows); i < rows(); i += blocks()) {
+    for (int unit = first_unit(kRouteRows); unit < 2 * rows(); unit += blocks()) {
       sync_block();
-#pragma unroll 1
-      for (int e = thread_index(); e < experts; e += kThreads) {
-        const int source = e / own;
-        const float bias = __ldg(a_.shared.router_bias + static_cast<int>(l) * experts + e);
-        const uint64_t* first =
-            slots_from(source, w_.logits, kMaxRows * own * kSegments) + (i * own + e - source * own) * kSegments;
-        uint32_t word[kSegments] = {};
-        wait(Phase::kRouter, [&](int s) { return first + s; }, [&](int) { return source; }, word);
-        float s[kSegments];
-#pragma unroll
-        for (int r = 0; r < kSegments; ++r) s[r] = bit_cast<float>(word[r]);
-        const float probability = sigmoid(tree8(s) * p_.router_multiplier);
-        sh.probability[e] = probability;
-        sh.key[e] = sortable(probability + bias);
-      }
-      constexpr int kWords = 2;
-#pragma unroll 1
-      for (int c0 = thread_index(); c0 < moe_hidden() / 2; c0 += kWords * kThreads) {
-        const auto at = [&](int e) { return min(c0 + e * kThreads, moe_hidden() / 2 - 1); };
-        uint32_t word[kWords] = {};
-        wait(
-            Phase::kRouter,
-            [&](int e) {
-              const int source = at(e) / half;
-              return slots_from(source, w_.pooled, kMaxRows * half) + i * half + at(e) - source * half;
-            },
-            [&](int e) { return at(e) / half; }, word);
-#pragma unroll
-        for (int e = 0; e < kWords; ++e) {
-          reinterpret_cast<float2*>(sh.row)[at(e)] = {low_bf16(word[e]), high_bf16(word[e])};
-          gained[at(e)] = __ldg(gains + at(e));
-        }
-      }
-      if (!all_alive()) return false;
-      rank_experts(sh, experts);
-      const float r = inverse_rms(block_sumsq(moe_hidden(), sh.row, s_.partial), moe_hidden(), p_.eps);
-      if (thread_index() / 32 == kWarps - 1) weigh(l, i, sh);
-      write_operand(l, i, reinterpret_cast<const float2*>(sh.row), gained, r);
+      if (!(unit % 2 ? make_operand(l, unit / 2) : choose_experts(l, unit / 2))) return false;
     }
     return true;
   }
@@ -68,7 +26,6 @@ class RouterSteps : public AttentionSteps {
     uint32_t key[1024];
     float probability[1024];
     int32_t chosen[kMaxTopK], order[kMaxTopK];
-    float row[];  // the pooled row, and half as many words more
   };
 
   // Expert operands are rows of 16-bit numbers, each of eight segments padded to whole panels; a pair of 16-blocks lies
@@ -118,10 +75,62 @@ class RouterSteps : public AttentionSteps {
   }
 
  private:
-  // The normed row as expert operand, a 16-block per thread. Two loops over a block's words, not one long piece of
-  // code: it runs once per layer, out of a cold instruction cache. Threads start at different words, for the banks'
-  // sake.
-  __device__ void write_operand(int64_t l, int i, const float2* row, uint32_t* words, float r) {
+  __device__ bool choose_experts(int64_t l, int i) {
+    const int own = static_cast<int>(p_.experts_rank()), experts = static_cast<int>(p_.experts);
+    RouterRegion& sh = *region<RouterRegion>();
+#pragma unroll 1
+    for (int e = thread_index(); e < experts; e += kThreads) {
+      const int source = e / own;
+      const float bias = __ldg(a_.shared.router_bias + static_cast<int>(l) * experts + e);
+      const uint64_t* first =
+          slots_from(source, w_.logits, kMaxRows * own * kSegments) + (i * own + e - source * own) * kSegments;
+      uint32_t word[kSegments] = {};
+      wait(Phase::kRouter, [&](int s) { return first + s; }, [&](int) { return source; }, word);
+      float s[kSegments];
+#pragma unroll
+      for (int r = 0; r < kSegments; ++r) s[r] = bit_cast<float>(word[r]);
+      const float probability = sigmoid(tree8(s) * p_.router_multiplier);
+      sh.probability[e] = probability;
+      sh.key[e] = sortable(probability + bias);
+    }
+    if (!all_alive()) return false;
+    rank_experts(sh, experts);
+    sync_block();
+    if (thread_index() < 32) weigh(l, i, sh);
+    return true;
+  }
+
+  // The pooled row, normed, as expert operand, a 16-block per thread. Two loops over a block's words, not one long
+  // piece of code: it runs once per layer, out of a cold instruction cache. Threads start at different words, for the
+  // banks' sake.
+  __device__ bool make_operand(int64_t l, int i) {
+    const int pairs = moe_hidden() / 2, half = static_cast<int>(p_.moe_columns()) / 2;
+    float2* row = region<float2>();
+    uint32_t* words = reinterpret_cast<uint32_t*>(row + pairs);  // gains, two by two; then the normed row
+    const uint32_t* gains = reinterpret_cast<const uint32_t*>(a_.shared.moe_gains) + static_cast<int>(l) * moe_hidden();
+    constexpr int kWords = 8;
+#pragma unroll 1
+    for (int c0 = thread_index(); c0 < pairs; c0 += kWords * kThreads) {
+      const auto at = [&](int e) { return min(c0 + e * kThreads, pairs - 1); };
+      uint32_t word[kWords] = {}, gain[kWords];
+#pragma unroll
+      for (int e = 0; e < kWords; ++e) gain[e] = __ldg(gains + at(e));
+      wait(
+          Phase::kRouter,
+          [&](int e) {
+            const int source = at(e) / half;
+            return slots_from(source, w_.pooled, kMaxRows * half) + i * half + at(e) - source * half;
+          },
+          [&](int e) { return at(e) / half; }, word);
+#pragma unroll
+      for (int e = 0; e < kWords; ++e) {
+        row[at(e)] = {low_bf16(word[e]), high_bf16(word[e])};
+        words[at(e)] = gain[e];
+      }
+    }
+    if (!all_alive()) return false;
+    const float r =
+        inverse_rms(block_sumsq(moe_hidden(), reinterpret_cast<const float*>(row), s_.partial), moe_hidden(), p_.eps);
     uint16_t* out = mine<uint16_t>(w_.x) + i * expert_row(moe_hidden());
     const bool quantized = p_.kind[l].nvfp4 && p_.quantize_activations;
     const float input_scale = a_.shared.input_scales[2 * static_cast<int>(l)];
@@ -155,6 +164,7 @@ class RouterSteps : public AttentionSteps {
         *reinterpret_cast<uint2*>(to + t * 8) = uint2{stands_for(words[8 * b + t]), stands_for(words[8 * b + t + 4])};
       }
     }
+    return true;
   }
 
   // Keys as unsigned numbers of the same order; NaN below all others.
@@ -163,20 +173,19 @@ class RouterSteps : public AttentionSteps {
     return is_nan(key) ? 0u : bits >> 31 ? ~bits : bits | 0x80000000u;
   }
 
-  // The K largest keys in descending order, ties to the lowest id: two threads count who is ahead of an expert.
+  // The K largest keys in descending order, ties to the lowest id: a thread counts who is ahead of its expert.
   __device__ void rank_experts(RouterRegion& sh, int experts) const {
 #pragma unroll 1
-    for (int e0 = 0; e0 < experts; e0 += kThreads / 2) {
-      const int e = e0 + thread_index() / 2, odd = thread_index() % 2;
-      const uint32_t mine = sh.key[min(e, experts - 1)];
+    for (int e = thread_index(); e < experts; e += kThreads) {
+      const uint32_t own = sh.key[e];
       int ahead = 0;
-#pragma unroll 4
-      for (int o = odd; o < experts; o += 2) {
-        const uint32_t other = sh.key[o];
-        ahead += other > mine || (other == mine && o < e);
+#pragma unroll 2
+      for (int o = 0; o < experts; o += 4) {  // a multiple of eight
+        const uint4 four = *reinterpret_cast<const uint4*>(sh.key + o);
+        ahead += (four.x > own || (four.x == own && o < e)) + (four.y > own || (four.y == own && o + 1 < e)) +
+                 (four.z > own || (four.z == own && o + 2 < e)) + (four.w > own || (four.w == own && o + 3 < e));
       }
-      ahead += __shfl_xor_sync(~0u, ahead, 1);
-      if (e < experts && ahead < top_k() && !odd) sh.chosen[ahead] = e;
+      if (ahead < top_k()) sh.chosen[ahead] = e;
     }
   }
 

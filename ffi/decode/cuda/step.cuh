@@ -98,10 +98,10 @@ class StepBase {
   __device__ int blocks() const { return static_cast<int>(place_.size); }
   __device__ int block() const { return static_cast<int>(place_.index); }
 
-  // The first row of this block in a phase that gives each row to one block. Phases start at different blocks, so that
-  // no multiprocessor needs the code of them all: its instruction cache holds about 128 KB.
+  // The first unit of this block in a phase that has few. Phases start at different blocks, so that no multiprocessor
+  // needs the code of them all: its instruction cache holds about 128 KB.
   enum RowPhase { kRouteRows = 4, kCombineRows = 6 };  // eighths of the blocks
-  __device__ int first_row(RowPhase phase) const { return (block() + blocks() - blocks() * phase / 8) % blocks(); }
+  __device__ int first_unit(RowPhase phase) const { return (block() + blocks() - blocks() * phase / 8) % blocks(); }
 
   template <typename T>
   __device__ T* mine(int64_t offset) const {
