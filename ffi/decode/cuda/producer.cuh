@@ -64,13 +64,15 @@ class Producer {
   __device__ __forceinline__ bool stream(uint32_t count, PieceOf piece) {
     static_assert(kSlots == 32, "a lane per slot");
     uint32_t k = (lane_ - chunk_) % kSlots;
+    Piece next{};
+    if (k < count) next = piece(k);
 #pragma unroll 1
     while (__any_sync(~0u, k < count)) {
       const bool ready = k < count && ring_.is_free(chunk_ + k);
       if (ready) {
-        const Piece p = piece(k);
-        ring_.fetch(chunk_ + k, p.data, p.bytes, policy_);
+        ring_.fetch(chunk_ + k, next.data, next.bytes, policy_);
         k += kSlots;
+        if (k < count) next = piece(k);  // now, not when its slot is free
       }
       if (__any_sync(~0u, ready)) continue;
       if (ring_.leaving()) return false;
