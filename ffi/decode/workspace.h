@@ -40,8 +40,10 @@ struct Report {
 };
 
 // Sums of attention, of a chunk or of a stretch of 2048 positions for one row and kv head, that fit the scratch at
-// once: 16 rows of two heads at a million positions by stretches.
-constexpr int64_t kAttentionSums = 16384;
+// once: 16 rows of two heads at a million positions by stretches. Of each query head the numerators and the
+// denominator, padded so that pairs are aligned.
+constexpr int64_t kAttentionSums = 17408;
+constexpr int kSumWidth = kHeadDim + 2;
 
 // Builds with MUSE_TIMELINE stamp the clock between phases: events of a block in one launch, at most.
 constexpr int64_t kTimelineBlocks = 132, kTimelineEvents = 4096;
@@ -79,7 +81,7 @@ MUSE_FN Workspace workspace_of(const Plan& p) {
   w.q = take(rows * p.q_columns() * 2);
   w.u = take(rows * p.q_columns() * 2);
   w.o = take(rows * p.q_columns() * 2);
-  w.stretch_sums = take(kAttentionSums * group * (kHeadDim + 1) * 4);
+  w.stretch_sums = take(kAttentionSums * group * kSumWidth * 4);
   w.stretch_counts = take(rows * p.kv_rank() * 4);
   w.group_counts = take((rows / 16) * (p.moe_columns() / 16) * 4);
   w.router_weights = take(pairs * 4);

@@ -30,6 +30,22 @@ MUSE_FN float exp1(float x) {
   return is_nan(x) ? nan32() : x > kHigh ? inf32() : x < kLow ? 0.0f : result;
 }
 
+// exp1(x) where |x| < kUsualExp, in fewer steps: the result is normal, so 2^n is added to the exponent.
+constexpr float kUsualExp = 80.0f;
+MUSE_FN float usual_exp1(float x) {
+  const float t = fma1(x, bits32(0x3FB8AA3Bu), 12582912.0f), n = t - 12582912.0f;
+  float r = fma1(n, -0.693359375f, x);
+  r = fma1(n, bits32(0x395E8083u), r);
+  float p = bits32(0x3950DAE6u);
+  p = fma1(p, r, bits32(0x3AB6CBA6u));
+  p = fma1(p, r, bits32(0x3C08883Fu));
+  p = fma1(p, r, bits32(0x3D2AAA40u));
+  p = fma1(p, r, bits32(0x3E2AAAABu));
+  p = fma1(p, r, bits32(0x3F000000u));
+  const float y = fma1(p, r * r, r) + 1.0f;
+  return bits32(bit_cast<uint32_t>(y) + (bit_cast<uint32_t>(t) << 23));
+}
+
 MUSE_FN float sigmoid(float x) { return 1.0f / (1.0f + exp1(-x)); }
 MUSE_FN float silu(float x) { return x / (1.0f + exp1(-x)); }
 MUSE_FN float rsqrt1(float x) { return 1.0f / sqrt1(x); }

@@ -49,6 +49,7 @@ class Step : ExpertSteps {
     mark(Mark::kHeads);
     if (!rank_barrier(Phase::kAttention)) return false;
     run_phase<&Step::attend_rows>(l);
+    run_phase<&Step::finish_rows>(l);
     mark(Mark::kAttend);
     return rank_barrier(Phase::kOutput);
   }
@@ -156,7 +157,11 @@ __device__ __noinline__ void stream_weights(BlockShared& s) {
 __global__ void __launch_bounds__(kLaunchThreads, 1) decode_layers(const __grid_constant__ StepArgs args) {
   BlockShared& shared = block_shared();
   start_block(args, shared);
-  if (threadIdx.x < kThreads) resolve_rows(args.plan, args.shared, shared.rows);
+  if (threadIdx.x < kThreads) {
+    resolve_rows(args.plan, args.shared, shared.rows);
+    if (!shared.rows.bad)
+      schedule_attention(args.plan, shared.rows, static_cast<int>(shared.place.size), shared.attention);
+  }
   __syncthreads();
   const Place& place = shared.place;
   if (static_cast<int32_t>(place.rank) == args.silent_rank) return;
@@ -177,15 +182,13 @@ __global__ void __launch_bounds__(kLaunchThreads, 1) decode_layers(const __grid_
 }
 
 int64_t region_bytes(const Plan& p) {
-  const int64_t group = p.q_heads / p.kv_heads;
-  return std::max<int64_t>(
-      {dense_operand_bytes(p.hidden), row_parallel_operand_bytes(p.q_columns()),
-       row_parallel_operand_bytes(p.moe_columns()),
-       p.hidden * 4,                                                                                 // a row
-       static_cast<int64_t>(sizeof(ChunkShared)) + group * (3 * (kHeadDim + 1) * 4 + kHeadDim * 2),  // attention
-       std::max<int64_t>(sizeof(float) * 2048 + 256, p.moe_hidden * 6),                              // router
-       p.experts * 8 + kMaxPairs * 4,                                                                // pairs by expert
-       int64_t{kMinUnits} * kUnitSumBytes});
+  return std::max<int64_t>({dense_operand_bytes(p.hidden), row_parallel_operand_bytes(p.q_columns()),
+                            row_parallel_operand_bytes(p.moe_columns()),
+                            p.hidden * 4,  // a row
+                            static_cast<int64_t>(sizeof(AttentionShared)),
+                            std::max<int64_t>(sizeof(float) * 2048 + 256, p.moe_hidden * 6),  // router
+                            p.experts * 8 + kMaxPairs * 4,                                    // pairs by expert
+                            int64_t{kMinUnits} * kUnitSumBytes});
 }
 
 }  // namespace

@@ -15,7 +15,7 @@ struct DeviceRows {
   uint8_t index[kMaxRows];           // among the sequence's rows: K and V go to slot position committed + index
   uint8_t path[kMaxRows][kMaxRows];  // path[i][d]: index of the in-flight row at position committed + d that row i sees
 
-  __device__ int64_t slot_position(int i, int64_t position) const {
+  __device__ int slot_position(int i, int position) const {
     return position < committed[i] ? position : committed[i] + path[i][position - committed[i]];
   }
 };

@@ -5,6 +5,7 @@
 // AttentionSteps, RouterSteps, ExpertSteps, and Step in layers.cu, which runs them in order.
 #pragma once
 
+#include "ffi/decode/cuda/attention_schedule.cuh"
 #include "ffi/decode/cuda/launches.h"
 #include "ffi/decode/cuda/norms.cuh"
 #include "ffi/decode/cuda/ring.cuh"
@@ -19,13 +20,13 @@ struct BlockShared {
   StepArgs args;
   Place place;
   DeviceRows rows;
+  AttentionSchedule attention;
   float partial[kSegments];
   // The experts in use, ascending, in slices of at most eight (row, slot) pairs: the columns of one tensor-core tile.
   uint16_t pairs[kMaxPairs];  // by expert
   int16_t expert[kMaxPairs];
   int16_t first[kMaxPairs + 1];
   int32_t slices;
-  int32_t flag;                         // what one thread found out for all
   alignas(128) unsigned char region[];  // what the phases use in turn
 };
 
