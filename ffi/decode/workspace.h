@@ -52,7 +52,7 @@ struct Workspace {
   // what the head call uses too: its offsets depend on the hidden size alone
   int64_t h, best, segment_sums;
   // scratch
-  int64_t stream, q, u, o, stretch_sums, stretch_counts, group_counts, router_weights, router_experts, x, hidden_rows,
+  int64_t stream, q, u, o, stretch_sums, stretch_counts, group_counts, slice_counts, router_weights, router_experts, x, hidden_rows,
       f, combined;
   // slots, [source rank][...]
   int64_t partial[2], branch[2], branch_sums[2], logits, pooled, hidden, sums;
@@ -84,6 +84,7 @@ MUSE_FN Workspace workspace_of(const Plan& p) {
   w.stretch_sums = take(kAttentionSums * group * kSumWidth * 4);
   w.stretch_counts = take(rows * p.kv_rank() * 4);
   w.group_counts = take((rows / 16) * (p.moe_columns() / 16) * 4);
+  w.slice_counts = take(pairs * 4);
   w.router_weights = take(pairs * 4);
   w.router_experts = take(pairs * 4);
   w.x = take(rows * padded(p.moe_hidden) * 2);

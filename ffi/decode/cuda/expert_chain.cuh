@@ -49,14 +49,17 @@ __device__ __forceinline__ PanelScales panel_scales(const unsigned char* panel, 
 }
 
 // Codes become fp16 numbers code * 2^-14 by shift and mask (layout.h); the shifts are products, which run in another
-// pipe than the masks. Sums are 2^-14 of what they mean until the last one (kCodeScale).
+// pipe than the masks. Of the last two registers magnitudes and signs move by different distances: one product with the
+// sum of two powers moves both, and what it moves wrongly lies outside the mask, with no carry into it. Sums are 2^-14
+// of what they mean until the last one (kCodeScale).
 constexpr float kCodeScale = 0x1p14f;
 
 __device__ __forceinline__ void codes_to_fp16(uint32_t word, uint32_t (&a)[4]) {
-  a[0] = word & 0x8E008E00u;
-  a[1] = (word * 8u) & 0x8E008E00u;
-  a[2] = ((word * 64u) & 0x0E000E00u) | ((word * 2u) & 0x80008000u);
-  a[3] = ((word * 512u) & 0x0E000E00u) | ((word * 4u) & 0x80008000u);
+  constexpr uint32_t kMask = 0x8E008E00u;
+  a[0] = word & kMask;
+  a[1] = (word * 8u) & kMask;
+  a[2] = ((word & 0x40384038u) * (64u + 2u)) & kMask;
+  a[3] = ((word & 0x20072007u) * (512u + 4u)) & kMask;
 }
 
 // W4A16: code times block scale is an exact bf16 number, the truncated fp32 product.

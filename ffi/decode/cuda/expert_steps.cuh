@@ -187,6 +187,7 @@ class ExpertSteps : public RouterSteps {
         if (job.unit_groups == 2) f[16] = to_bf16(total[1]);
       }
     }
+    if (second) finish_slices(l, job.groups, units);
   }
 
   // Sixteen lanes hold a 16-block of a pair's hidden row; all lanes of the warp come here, those of a pair that does
@@ -239,38 +240,6 @@ class ExpertSteps : public RouterSteps {
     return all_alive();
   }
 
-  // This rank's columns are segment me() of each pair's sum of squares: half a warp per pair, the result to every rank.
-  __device__ void sums_of_squares(int64_t l) {
-    const int lane = thread_index() % 32, j = lane % 16;
-    const int pairs = rows() * top_k(), width = static_cast<int>(p_.moe_columns());
-    const uint16_t* g = post_gain(l) + j;
-#pragma unroll 1
-    for (int unit = thread_index() / 32 * blocks() + block(); 2 * unit < pairs; unit += blocks() * kWarps) {
-      const int pair = min(2 * unit + lane / 16, pairs - 1);
-      const uint16_t* f = mine<uint16_t>(w_.f) + pair * width + j;
-      float sum = 0.0f;
-#pragma unroll 1
-      for (int c0 = 0; c0 < width; c0 += 8 * kLanes) {
-        uint16_t x[8], y[8];
-#pragma unroll
-        for (int e = 0; e < 8; ++e) {
-          const int c = min(c0 + e * kLanes, width - kLanes);
-          x[e] = __ldcg(f + c);
-          y[e] = __ldg(g + c);
-        }
-#pragma unroll
-        for (int e = 0; e < 8; ++e)
-          if (c0 + e * kLanes < width) {
-            const float z = from_bf16(x[e]) * from_bf16(y[e]);
-            sum = fma1(z, z, sum);
-          }
-      }
-      sum = fold_warp(sum);
-      if (j < kRanks)
-        store_slot(slots_to(j, w_.sums, kMaxRows * top_k()) + pair, bit_cast<uint32_t>(sum), place_.epoch);
-    }
-  }
-
   // This rank's columns of the weighted sum over the chosen experts, as operand of post_expert_proj.
   __device__ bool combine_rows(int64_t l) {
     const int width = static_cast<int>(p_.moe_columns()), k_count = top_k();
@@ -286,6 +255,7 @@ class ExpertSteps : public RouterSteps {
         const uint64_t* first = slots_from(0, w_.sums, kMaxRows * k_count) + pair;
         uint32_t word[kRanks] = {};
         wait(Phase::kCombine, [&](int r) { return first + r * kMaxRows * k_count; }, [](int r) { return r; }, word);
+        __threadfence();  // the outputs of other blocks lie behind their sums
         float s[kRanks];
 #pragma unroll
         for (int r = 0; r < kRanks; ++r) s[r] = bit_cast<float>(word[r]);
@@ -324,6 +294,57 @@ class ExpertSteps : public RouterSteps {
   }
 
  private:
+  // Whoever stores the last outputs of a slice goes on to its pairs' sums of squares, without a meeting of the blocks.
+  __device__ void finish_slices(int64_t l, int groups, Range units) {
+    const int last = (units.end - 1) / groups;
+    uint32_t* done = mine<uint32_t>(w_.slice_counts);
+#pragma unroll 1
+    for (int slice = units.begin / groups; slice <= last; ++slice) {
+      sync_block();  // the outputs are stored, the flag is read
+      if (thread_index() == 0) {
+        const int own = min(units.end, (slice + 1) * groups) - max(units.begin, slice * groups);
+        __threadfence();
+        const bool all = static_cast<int>(atomicAdd(done + slice, static_cast<uint32_t>(own))) + own == groups;
+        if (all) done[slice] = 0;  // for the next layer, which lies behind barriers
+        __threadfence();
+        s_.flag = all;
+      }
+      sync_block();
+      if (s_.flag) push_sums_of_squares(l, s_.first[slice], s_.first[slice + 1]);
+    }
+  }
+
+  // This rank's columns are segment me() of each pair's sum of squares: half a warp per pair, the result to every rank.
+  __device__ void push_sums_of_squares(int64_t l, int begin, int end) {
+    const int lane = thread_index() % 32, j = lane % 16, width = static_cast<int>(p_.moe_columns());
+    const uint16_t* g = post_gain(l) + j;
+#pragma unroll 1
+    for (int at = begin + thread_index() / 32 * 2; at < end; at += 2 * kWarps) {
+      const int pair = s_.pairs[min(at + lane / 16, end - 1)];
+      const uint16_t* f = mine<uint16_t>(w_.f) + pair * width + j;
+      float sum = 0.0f;
+#pragma unroll 1
+      for (int c0 = 0; c0 < width; c0 += 8 * kLanes) {
+        uint16_t x[8], y[8];
+#pragma unroll
+        for (int e = 0; e < 8; ++e) {
+          const int c = min(c0 + e * kLanes, width - kLanes);
+          x[e] = __ldcg(f + c);
+          y[e] = __ldg(g + c);
+        }
+#pragma unroll
+        for (int e = 0; e < 8; ++e)
+          if (c0 + e * kLanes < width) {
+            const float z = from_bf16(x[e]) * from_bf16(y[e]);
+            sum = fma1(z, z, sum);
+          }
+      }
+      sum = fold_warp(sum);
+      if (j < kRanks)
+        store_slot(slots_to(j, w_.sums, kMaxRows * top_k()) + pair, bit_cast<uint32_t>(sum), place_.epoch);
+    }
+  }
+
   struct CombineRegion {
     float2 term[kMaxTopK];  // weight and rho
     int32_t expert[kMaxTopK], order[kMaxTopK];

@@ -71,9 +71,6 @@ class Step : ExpertSteps {
     if (!rank_barrier(Phase::kHidden)) return false;
     experts(l, true);
     mark(Mark::kSecond);
-    if (!rank_barrier(Phase::kCombine)) return false;
-    run_phase<&Step::sums_of_squares>(l);
-    mark(Mark::kSums);
     if (!run_phase<&Step::combine_rows>(l)) return false;
     mark(Mark::kCombine);
     return rank_barrier(Phase::kCombine);

@@ -27,6 +27,7 @@ struct BlockShared {
   int16_t expert[kMaxPairs];
   int16_t first[kMaxPairs + 1];
   int32_t slices;
+  int32_t flag;                         // what one thread found out for all
   alignas(128) unsigned char region[];  // what the phases use in turn
 };
 
@@ -46,7 +47,6 @@ enum class Mark : uint8_t {
   kFirst,
   kGather,
   kSecond,
-  kSums,
   kCombine
 };
 
