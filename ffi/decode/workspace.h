@@ -52,8 +52,8 @@ struct Workspace {
   // what the head call uses too: its offsets depend on the hidden size alone
   int64_t h, best, segment_sums;
   // scratch
-  int64_t stream, q, u, o, stretch_sums, stretch_counts, group_counts, slice_counts, router_weights, router_experts, x, hidden_rows,
-      f, combined;
+  int64_t stream, q, u, o, stretch_sums, stretch_counts, group_counts, slice_counts, router_weights, router_experts, x,
+      hidden_rows, f, combined;
   // slots, [source rank][...]
   int64_t partial[2], branch[2], branch_sums[2], logits, pooled, hidden, sums;
   int64_t row_sums[2];  // slots that the rank itself fills: [row][segment]
