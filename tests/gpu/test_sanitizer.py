@@ -30,7 +30,7 @@ CLEAN = {
     "synccheck": r"ERROR SUMMARY: 0 errors",
 }
 RACE = re.compile(r"Race reported between .*\n(?:=+ +and .*\n)+")
-# The weight ring's producers and readers meet at mbarriers where one lane arrives for its warp, which racecheck does not
+# The weight ring's producer and readers meet at mbarriers where one lane arrives for its warp, which racecheck does not
 # follow: it reports every chunk. What else it says counts.
 RING = ("ring.cuh", "producer.cuh")
 
