@@ -43,7 +43,7 @@ test-gpu:
 
 gpu-suite: $(VENV)/tools
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable ".[test,cuda]"
-	XLA_PYTHON_CLIENT_PREALLOCATE=false JAX_PLATFORMS=cuda,cpu $(BIN)/python -m pytest tests/gpu
+	XLA_PYTHON_CLIENT_PREALLOCATE=false JAX_PLATFORMS=cuda,cpu $(BIN)/python -m pytest -n 4 --dist worksteal tests/gpu
 
 # The oldest supported pair, the release that GPU machines have, and the newest; $(call matrix,name,python,jax).
 PYTHON312 ?= $(firstword $(wildcard $(HOME)/.pyenv/versions/3.12.*/bin/python) python3.12)

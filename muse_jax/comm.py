@@ -1,5 +1,6 @@
 """Communicator: what the ranks of one mesh share on GPUs. Made before the first step, closed after the last."""
 
+import dataclasses
 import importlib
 
 import jax
@@ -75,13 +76,16 @@ class Communicator:
             _cuda().destroy_communicator(self.key)
             self.key = 0
 
-    def __eq__(self, other: object) -> bool:
-        """Equal when they mean the same shared memory: programs compiled for one serve the other."""
-        return isinstance(other, Communicator) and self.key == other.key
 
-    def __hash__(self) -> int:
-        """By key."""
-        return hash(self.key)
+@dataclasses.dataclass(frozen=True)
+class Session:
+    """A communicator between two rebuilds: what JAX keeps compiled programs under, so it must never change.
+
+    Equal sessions mean the same shared memory: programs compiled for one serve the other.
+    """
+
+    key: int
+    communicator: Communicator = dataclasses.field(compare=False)
 
 
 def _cuda():

@@ -113,7 +113,8 @@ def spread(rng: np.random.Generator, format_name: str, width: int, shape: tuple[
 
 
 def corners(format_name: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Operands of fsum16 at the rules' corners: signed zeros, sums that truncate to zero, overflow, subnormals."""
+    """Operands of fsum16 at the rules' corners: signed zeros, sums that truncate to zero, overflow, subnormals,
+    products of any size that cancel."""
     one = {"bf16": 0x3F80, "fp16": 0x3C00}[format_name]
     tiny, minus = 0x0001, 0x8000
     largest = {"bf16": 0x7F7F, "fp16": 0x7BFF}[format_name]
@@ -126,6 +127,12 @@ def corners(format_name: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
                         a, b = np.full(16, fill, np.uint16), np.full(16, one, np.uint16)
                         a[:count], b[:count] = x, y
                         rows.append((acc, a, b))
+        for x in (one, largest):
+            for y in (one, largest):
+                for rest in (0, tiny, one):
+                    a, b = np.full(16, rest, np.uint16), np.full(16, one, np.uint16)
+                    a[:2], b[:2] = (x, x | minus), y
+                    rows.append((acc, a, b))
     acc, a, b = zip(*rows, strict=True)
     return np.array(acc, np.uint32).view(np.float32), np.stack(a), np.stack(b)
 

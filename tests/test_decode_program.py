@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 import time
 
@@ -12,6 +13,7 @@ import pytest
 from decode_helpers import FULL, SLIDING, make_model, one_layer, small, step
 from op_helpers import same
 
+from muse_jax.comm import Communicator
 from muse_jax.decode import custom_calls, decode_step, next_rows, prefill, run_head, run_layers
 from muse_jax.mesh import rank_sharding
 
@@ -368,6 +370,15 @@ def test_one_stream_two_heads(model):
     for _ in range(30):
         for logits, expected in zip(run(state, rows)[0], want, strict=True):
             same(logits, expected)
+
+
+def test_programs_of_an_earlier_session_are_not_reused(model):
+    """A rebuilt communicator has a new key; JAX's caches, which grow and rehash, must not find the old programs."""
+    weights = dataclasses.replace(model.weights, communicator=Communicator(model.config, model.mesh))
+    run = jax.jit(lambda weights: jnp.int32(weights.communicator.key))
+    for key in range(1, 40):  # as rebuild() does on GPUs
+        weights.communicator.key = key
+        assert run(weights) == key
 
 
 # Memory --------------------------------------------------------------------------------------------------------------

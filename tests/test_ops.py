@@ -12,6 +12,7 @@ from op_helpers import BF16, normal, random_floats, same, wild
 from oracle import attention, elementary, formats, fsum16, model, moe, norms, quant
 
 from muse_jax import ops
+from muse_jax.numerics_proof import corners
 
 E4M3 = ml_dtypes.float8_e4m3fn
 EPS, POST_EPS = 1e-5, 1e-8
@@ -76,6 +77,21 @@ def test_fsum16(kind: str) -> None:
     acc[near] = (rng.normal(size=n // 2) * 2.0 ** rng.uniform(-20, 10, n // 2)).astype(np.float32)
     acc[: n // 8], a[: n // 8] = np.float32(-0.0), a[: n // 8] & 0x8000
     same(ops.numerics(f"fsum16_{kind}", *map(jnp.asarray, (acc, a, b))), fsum16.fsum16(acc, a, b, kind))
+
+
+@pytest.mark.parametrize("kind", ["bf16", "fp16"])
+def test_fsum16_of_cancelling_products(kind: str) -> None:
+    """The two largest products, of any size, add up to zero."""
+    rng, n = np.random.default_rng(9), 20_000
+    finite = np.uint16(0xFFFF & ~(1 << {"bf16": 7, "fp16": 10}[kind]))  # no exponent of all ones
+    a, b = (rng.integers(0, 2**16, (n, 16), dtype=np.uint16) & finite for _ in range(2))
+    a[:, 0] |= 0x4000  # 2 or more, the others less
+    a[:, 2:] &= 0xBFFF
+    b[:, 2:] &= 0xBFFF
+    a[:, 1], b[:, 1] = a[:, 0] ^ 0x8000, b[:, 0]
+    acc = np.where(rng.random(n) < 0.5, 0, rng.normal(size=n)).astype(np.float32)
+    for operands in ((acc, a, b), corners(kind)):
+        same(ops.numerics(f"fsum16_{kind}", *map(jnp.asarray, operands)), fsum16.fsum16(*operands, kind))
 
 
 # --- GEMM -------------------------------------------------------------------------------------------------------------

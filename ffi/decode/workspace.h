@@ -39,9 +39,11 @@ struct Report {
   volatile uint32_t source;  // the rank that was waited for, or the row that is wrong
 };
 
-// Stretches of 2048 positions whose attention sums fit the scratch at once: 16 rows of two heads at a million
-// positions.
-constexpr int64_t kStretchSums = 16384;
+// Sums of attention, of a chunk or of a stretch of 2048 positions for one row and kv head, that fit the scratch at
+// once: 16 rows of two heads at a million positions by stretches. Of each query head the numerators and the
+// denominator, padded so that pairs are aligned.
+constexpr int64_t kAttentionSums = 17408;
+constexpr int kSumWidth = kHeadDim + 2;
 
 // Builds with MUSE_TIMELINE stamp the clock between phases: events of a block in one launch, at most.
 constexpr int64_t kTimelineBlocks = 132, kTimelineEvents = 4096;
@@ -50,11 +52,12 @@ struct Workspace {
   // what the head call uses too: its offsets depend on the hidden size alone
   int64_t h, best, segment_sums;
   // scratch
-  int64_t stream, q, u, o, stretch_sums, stretch_counts, group_counts, router_weights, router_experts, x, hidden_rows,
-      f, combined;
+  int64_t stream, q, u, o, stretch_sums, stretch_counts, group_counts, slice_counts, router_weights, router_experts, x,
+      hidden_rows, f, combined;
   // slots, [source rank][...]
-  int64_t partial[2], branch[2], logits, pooled, hidden, sums;
-  int64_t timeline;  // [block][event]
+  int64_t partial[2], branch[2], branch_sums[2], logits, pooled, hidden, sums;
+  int64_t row_sums[2];  // slots that the rank itself fills: [row][segment]
+  int64_t timeline;     // [block][event]
   int64_t bytes;
 };
 
@@ -78,9 +81,10 @@ MUSE_FN Workspace workspace_of(const Plan& p) {
   w.q = take(rows * p.q_columns() * 2);
   w.u = take(rows * p.q_columns() * 2);
   w.o = take(rows * p.q_columns() * 2);
-  w.stretch_sums = take(kStretchSums * group * (kHeadDim + 1) * 4);
+  w.stretch_sums = take(kAttentionSums * group * kSumWidth * 4);
   w.stretch_counts = take(rows * p.kv_rank() * 4);
   w.group_counts = take((rows / 16) * (p.moe_columns() / 16) * 4);
+  w.slice_counts = take(pairs * 4);
   w.router_weights = take(pairs * 4);
   w.router_experts = take(pairs * 4);
   w.x = take(rows * padded(p.moe_hidden) * 2);
@@ -90,6 +94,8 @@ MUSE_FN Workspace workspace_of(const Plan& p) {
   for (int i = 0; i < 2; ++i) {
     w.partial[i] = take(kRanks * rows * (p.hidden / kRanks) * 8);
     w.branch[i] = take(kRanks * rows * (p.hidden / kRanks / 2) * 8);
+    w.branch_sums[i] = take(kRanks * rows * 8);
+    w.row_sums[i] = take(rows * kSegments * 8);
   }
   w.logits = take(kRanks * rows * p.experts_rank() * kSegments * 8);
   w.pooled = take(kRanks * rows * (p.moe_columns() / 2) * 8);

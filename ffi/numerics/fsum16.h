@@ -46,6 +46,7 @@ MUSE_FN int64_t scale_truncated(int64_t significand, int shift) {
 
 // sum * 2^unit as fp32, truncated toward zero; a zero is always +0 (measured on an H200).
 MUSE_FN float truncate_to_fp32(int64_t sum, int unit) {
+  if (sum == 0) return 0.0f;  // terms of any size may cancel
   uint64_t magnitude = static_cast<uint64_t>(sum < 0 ? -sum : sum);
   const uint32_t sign = sum < 0 ? 0x80000000u : 0u;
   int top = 0;

@@ -14,14 +14,6 @@ __device__ __forceinline__ void mma_bf16(float (&d)[4], const uint32_t (&a)[4], 
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
 }
 
-// Rows 0 to 7 alone: a holds a[0] and a[2], d the rows' two results; rows 8 to 15 are zeros.
-__device__ __forceinline__ void mma_bf16_low(float (&d)[2], const uint32_t (&a)[2], uint2 b) {
-  [[maybe_unused]] float unused[2];
-  asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%6,%5,%6}, {%7,%8}, {%0,%1,%9,%9};"
-      : "+f"(d[0]), "+f"(d[1]), "=f"(unused[0]), "=f"(unused[1])
-      : "r"(a[0]), "r"(a[1]), "r"(0u), "r"(b.x), "r"(b.y), "f"(0.0f));
-}
-
 __device__ __forceinline__ void mma_fp16(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
   asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
       : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])

@@ -5,7 +5,7 @@ import dataclasses
 import jax
 from jax.sharding import Mesh, PartitionSpec
 
-from muse_jax.comm import Communicator
+from muse_jax.comm import Communicator, Session
 from muse_jax.config import MuseSparkConfig
 from muse_jax.mesh import AXIS
 
@@ -72,4 +72,21 @@ SPECS: dict[str, PartitionSpec] = {
 }
 """How each array lies on the mesh."""
 
-jax.tree_util.register_dataclass(DecodeWeights, list(SPECS), ["config", "mesh", "communicator"])
+
+def _flatten(weights: DecodeWeights):
+    static = weights.config, weights.mesh, Session(weights.communicator.key, weights.communicator)
+    return [getattr(weights, name) for name in SPECS], static
+
+
+def _flatten_with_keys(weights: DecodeWeights):
+    arrays, static = _flatten(weights)
+    return list(zip(map(jax.tree_util.GetAttrKey, SPECS), arrays, strict=True)), static
+
+
+def _unflatten(static, arrays) -> DecodeWeights:
+    config, mesh, session = static
+    return DecodeWeights(*arrays, config=config, mesh=mesh, communicator=session.communicator)
+
+
+# Not register_dataclass: JAX would hold the communicator itself, whose key a rebuild changes.
+jax.tree_util.register_pytree_with_keys(DecodeWeights, _flatten_with_keys, _unflatten, _flatten)

@@ -1,131 +1,251 @@
-// Attention of one row and one kv head over one stretch of 2048 positions by one block: the row's query heads are the
-// rows of the A operand, warps take chunks of 128 positions, and chunk results are added in ascending order.
+// Attention of up to eight rows of a sequence and one kv head over chunks of 128 positions by one block. In each chunk
+// first each warp takes one of the eight 16-blocks: scores and exponentials of all rows; then each warp takes two of
+// the eight tiles of the numerators for half of the rows and chains them over the 16-blocks. The query heads of two
+// rows are the rows of an A operand.
 //
 // Inside a 16-block the order of products is free (docs/numerics.md 4), so a lane takes four neighbouring dimensions of
-// a key (8 bytes), and eight neighbouring dimensions of a value (16 bytes) spread over eight tiles.
+// a key (8 bytes).
 #pragma once
 
-#include "ffi/decode/cuda/block.cuh"
-#include "ffi/decode/cuda/rows.cuh"
+#include "ffi/decode/cuda/attention_schedule.cuh"
+#include "ffi/decode/cuda/ring.cuh"
 #include "ffi/numerics/elementary.h"
 #include "ffi/numerics/mma.cuh"
 
 namespace muse {
 
-constexpr int kChunk = 128, kStretch = 2048, kChunksPerStretch = kStretch / kChunk;
-constexpr int kMaxGroup = 8;             // query heads per kv head: the rows of a tile that have an accumulator
-constexpr int kSumWidth = kHeadDim + 1;  // numerators and the denominator
+constexpr int kMaxGroup = 8;                         // query heads per kv head: half of an A operand's rows
+constexpr int kRowTiles = (1 << kUnitRowsLog2) / 2;  // A operands of a unit
+constexpr int kChunkBlocks = kChunk / 16, kHeadTiles = kHeadDim / 8;
+constexpr int kWarpTiles = kRowTiles / 2;  // that a warp chains
+static_assert(kChunkBlocks == kWarps && kHeadTiles == kWarps,
+              "a warp per 16-block, then a warp per two tiles and half");
 
 struct AttentionUnit {
-  const DeviceRows* rows;
-  int row;                // active row
+  const AttentionSchedule& schedule;  // what all units share is read anew, not kept in registers
+  const LayerUnits& kind;
+  const uint8_t* member;  // the rows
+  int rows;
+  int begin, end;         // chunks
+  int first, position;    // positions that the rows may see: only these are loaded
   const uint16_t *k, *v;  // this sequence's and head's cache: [slots, 64]
-  const uint16_t* q;      // [heads, 64]
-  int heads;
-  int ring;     // slots of a sliding layer's cache; 0: full
-  float scale;  // of scores
 };
+
+// What the warps pass to each other; A operands lane by lane.
+struct AttentionShared {
+  uint4 q[kRowTiles][kHeadDim / 16][32];
+  uint4 p[kRowTiles][kChunkBlocks][32];
+  uint16_t value[2][kChunk][kHeadDim];  // of even and odd chunks; a position's pieces of 16 bytes permuted
+};
+
+// A warp's share of the sums: of query head g of each two rows 2 x 2 numerators; the denominators of one operand.
+struct AttentionSums {
+  float numerator[kWarpTiles][2][4];
+  float denominator[4];
+};
+
+// Not negative, as the compiler sees.
+__device__ __forceinline__ int warp_index() { return static_cast<int>(static_cast<uint32_t>(thread_index()) / 32); }
+__device__ __forceinline__ int lane_index() { return static_cast<int>(static_cast<uint32_t>(thread_index()) % 32); }
 
 // Written by other blocks of this launch: past L1.
 __device__ __forceinline__ uint2 load_four(const uint16_t* p) { return __ldcg(reinterpret_cast<const uint2*>(p)); }
-__device__ __forceinline__ uint4 load_eight(const uint16_t* p) { return __ldcg(reinterpret_cast<const uint4*>(p)); }
 
-// The A operand of all query heads: register r of block b holds (head g, dimensions 16 b + 4 t + 2 r and the next).
-__device__ __forceinline__ void load_queries(const AttentionUnit& u, int g, int t, uint32_t (&q)[4][2]) {
+__device__ __forceinline__ void mma_bf16(float (&d)[4], uint4 a, uint2 b) {
+  mma_bf16(d, {a.x, a.y, a.z, a.w}, {b.x, b.y});
+}
+
+// The A operands of all rows, whose queries lie at q[row * stride]: block b holds (head g, dimensions 16 b + 4 t to +
+// 3) of two rows.
+__device__ __forceinline__ void load_queries(const AttentionUnit& u, const uint16_t* q, int stride,
+                                             AttentionShared& shared) {
+  const int warp = warp_index(), lane = lane_index(), b = warp % 4, g = lane / 4, t = lane % 4;
+#pragma unroll 1
+  for (int tile = warp / 4; 2 * tile < u.rows; tile += 2) {
+    uint2 two[2] = {};
 #pragma unroll
-  for (int b = 0; b < 4; ++b) {
-    const uint2 two = g < u.heads ? load_four(u.q + g * kHeadDim + 16 * b + 4 * t) : uint2{0, 0};
-    q[b][0] = two.x;
-    q[b][1] = two.y;
+    for (int r = 0; r < 2; ++r)
+      if (2 * tile + r < u.rows && g < u.schedule.group)
+        two[r] = load_four(q + u.member[2 * tile + r] * stride + g * kHeadDim + 16 * b + 4 * t);
+    shared.q[tile][b][lane] = {two[0].x, two[1].x, two[0].y, two[1].y};
   }
 }
 
-// The keys and values of one 16-block as a lane needs them: keys of positions g and 8 + g, values of 2t, 2t+1, 2t+8,
-// 2t+9.
+// The keys of one 16-block as a lane needs them: of positions g and 8 + g.
 struct KeyBlock {
   uint2 key[2][4];
 };
-struct ValueBlock {
-  uint4 value[4];
-};
 
-__device__ __forceinline__ void load_keys(const AttentionUnit& u, int slot, int g, int t, KeyBlock& out) {
+// The slot of position `start` + lane % 16. An unseen position borrows a slot that some row sees, whose V is finite,
+// and counts for nothing because its p is +0.
+__device__ __forceinline__ int block_slot(const AttentionUnit& u, const DeviceRows& rows, int start) {
+  const int seen = min(max(start + lane_index() % 16, u.first), u.position);
+  const int slot = rows.slot_position(u.member[0], seen);
+  return u.kind.ring ? slot % u.kind.ring : slot;
+}
+
+__device__ __forceinline__ void load_keys(const AttentionUnit& u, int slot, KeyBlock& keys) {
+  const int lane = lane_index(), g = lane / 4, t = lane % 4;
 #pragma unroll
   for (int n = 0; n < 2; ++n) {
-    const uint16_t* key = u.k + int64_t{__shfl_sync(~0u, slot, 8 * n + g)} * kHeadDim + 4 * t;
+    const uint16_t* key = u.k + __shfl_sync(~0u, slot, 8 * n + g) * kHeadDim + 4 * t;
 #pragma unroll
-    for (int b = 0; b < 4; ++b) out.key[n][b] = load_four(key + 16 * b);
+    for (int b = 0; b < 4; ++b) keys.key[n][b] = load_four(key + 16 * b);
   }
 }
 
-__device__ __forceinline__ void load_values(const AttentionUnit& u, int slot, int g, int t, ValueBlock& out) {
+// Starts to bring a 16-block's values to shared memory and its keys near: there are no registers for keys that early.
+__device__ __forceinline__ void prefetch_block(const AttentionUnit& u, int start, int slot, AttentionShared& shared) {
+  const int lane = lane_index();
+  asm volatile("prefetch.global.L2 [%0];" ::"l"(u.k + slot * kHeadDim));
+  // Row lane / 8 + 4 i, piece lane % 8.
+  const uint16_t* value = u.v + 8 * (lane % 8);
+  const uint32_t row = shared_address(shared.value[start / kChunk % 2][start % kChunk + lane / 8]);
 #pragma unroll
-  for (int i = 0; i < 4; ++i)
-    out.value[i] = load_eight(u.v + int64_t{__shfl_sync(~0u, slot, 2 * t + (i & 1) + 8 * (i >> 1))} * kHeadDim + 8 * g);
+  for (int i = 0; i < 4; ++i) {
+    const int from = __shfl_sync(~0u, slot, 4 * i + lane / 8) * kHeadDim, piece = lane % 8 ^ lane / 8 ^ i % 2 * 4;
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(row + 512 * i + 16 * piece), "l"(value + from)
+                 : "memory");
+  }
 }
 
-// The slot of a block's position lane % 16. An unseen position borrows the row's own slot, whose K and V are finite or
-// the row's own, and counts for nothing because its p is +0.
-__device__ __forceinline__ int block_slot(const AttentionUnit& u, int start, int first, int position, int lane) {
-  const int p = start + lane % 16, seen = p >= first && p <= position ? p : position;
-  const int at = static_cast<int>(u.rows->slot_position(u.row, seen));
-  return u.ring ? at % u.ring : at;
+// One round of prefetch_block is over; waits for the round before.
+__device__ __forceinline__ void next_values() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+__device__ __forceinline__ void wait_values() { asm volatile("cp.async.wait_group 1;" ::: "memory"); }
+
+// B operands of two numerator tiles over a chunk's 16-block b: dimensions 16 `tiles` to + 15.
+__device__ __forceinline__ uint4 value_operands(const AttentionShared& shared, int chunk, int b, int tiles, int lane) {
+  const int position = lane % 16, piece = 2 * tiles + lane / 16;
+  uint4 out;
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
+               : "=r"(out.x), "=r"(out.y), "=r"(out.z), "=r"(out.w)
+               : "r"(shared_address(shared.value[chunk % 2][16 * b + position]) + 16 * (piece ^ position % 8))
+               : "memory");
+  return out;
 }
 
-// One chunk by one warp; leaves numerators and denominator in out[head][kSumWidth].
-__device__ __forceinline__ void attend_chunk(const AttentionUnit& u, int chunk, int first, int position, float* out) {
-  const int lane = thread_index() % 32, g = lane / 4, t = lane % 4;
-  uint32_t q[4][2];
-  load_queries(u, g, t, q);
-  float numerator[8][2] = {}, denominator[2] = {};
-  const int begin = max(chunk * kChunk, first / 16 * 16), end = min(chunk * kChunk + kChunk - 1, position);
-  KeyBlock keys;
-  int slot = 0;
-  // The first turn only fetches, so that the code of fetching is there once.
+// Out of the way of the usual.
+__device__ __noinline__ float rare_exp1(float x) { return exp1(x); }
+
+// The exponentials of a warp's 16-block at `start` for all rows, each masked by what the row sees.
+__device__ __forceinline__ void score_rows(const AttentionUnit& u, const DeviceRows& rows, int start,
+                                           const KeyBlock& keys, AttentionShared& shared) {
+  const int warp = warp_index(), lane = lane_index(), own = start + 2 * (lane % 4);
 #pragma unroll 1
-  for (int start = begin - 16; start <= end; start += 16) {
-    const bool inside = start >= begin;
-    float score[2][2] = {};
-    ValueBlock values;
-    if (inside) {
-      load_values(u, slot, g, t, values);
+  for (int tile = 0; 2 * tile < u.rows; ++tile) {
+    float score[2][4] = {};
 #pragma unroll
-      for (int n = 0; n < 2; ++n)
+    for (int b = 0; b < 4; ++b) {
+      const uint4 q = shared.q[tile][b][lane];
 #pragma unroll
-        for (int b = 0; b < 4; ++b) mma_bf16_low(score[n], q[b], keys.key[n][b]);
+      for (int n = 0; n < 2; ++n) mma_bf16(score[n], q, keys.key[n][b]);
     }
-    if (start + 16 <= end) load_keys(u, slot = block_slot(u, start + 16, first, position, lane), g, t, keys);
-    if (!inside) continue;
-    uint32_t p[2];
+    bool usual = true;
 #pragma unroll
     for (int n = 0; n < 2; ++n) {
-      uint16_t own[2];
 #pragma unroll
-      for (int j = 0; j < 2; ++j) {
-        const int at = start + 8 * n + 2 * t + j;
-        own[j] = at >= first && at <= position ? to_bf16(exp1(score[n][j] * u.scale)) : uint16_t{0};
+      for (int e = 0; e < 4; ++e) {
+        score[n][e] = score[n][e] * u.schedule.scale;
+        usual = usual && abs32(score[n][e]) < kUsualExp;
       }
-      p[n] = static_cast<uint32_t>(own[0]) | static_cast<uint32_t>(own[1]) << 16;
     }
-    // Times ones; then column g of tile d is dimension 8 g + d.
-    mma_bf16_low(denominator, p, {0x3F803F80u, 0x3F803F80u});
+    usual = __all_sync(~0u, usual);
 #pragma unroll
-    for (int d = 0; d < 8; ++d) {
-      const auto element = [&](int i) {
-        const uint4& v = values.value[i];
-        return d < 4 ? (d < 2 ? v.x : v.y) : d < 6 ? v.z : v.w;
-      };
-      const uint32_t select = d % 2 ? 0x7632u : 0x5410u;
-      mma_bf16_low(numerator[d], p,
-                   {__byte_perm(element(0), element(1), select), __byte_perm(element(2), element(3), select)});
+    for (int n = 0; n < 2; ++n) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) score[n][e] = usual ? usual_exp1(score[n][e]) : rare_exp1(score[n][e]);
+    }
+    uint32_t p[2][2];
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const int position = 2 * tile + r < u.rows ? rows.position[u.member[2 * tile + r]] : -1;
+      const int first = position - u.kind.window;  // the last position that is too old
+#pragma unroll
+      for (int n = 0; n < 2; ++n) {
+        float e[2];
+#pragma unroll
+        for (int j = 0; j < 2; ++j) {
+          const int at = own + 8 * n + j;
+          e[j] = at > first && at <= position ? score[n][2 * r + j] : 0.0f;
+        }
+        p[n][r] = static_cast<uint32_t>(to_bf16(e[0])) | static_cast<uint32_t>(to_bf16(e[1])) << 16;
+      }
+    }
+    shared.p[tile][warp][lane] = {p[0][0], p[0][1], p[1][0], p[1][1]};
+  }
+}
+
+// Adds the sums of the chunk whose operands lie in `shared`.
+__device__ __forceinline__ void add_chunk(int rows, int chunk, const AttentionShared& shared, AttentionSums& sums) {
+  const int warp = warp_index(), lane = lane_index(), half = warp / 4, quarter = warp % 4;
+  const uint2 ones{0x3F803F80u, 0x3F803F80u};
+#pragma unroll
+  for (int i = 0; i < kWarpTiles; ++i) {
+    const int tile = 2 * i + half;
+    if (2 * tile >= rows) break;
+    float numerator[2][4] = {}, denominator[4] = {};
+    constexpr int kAhead = 1;  // blocks whose operands are on their way
+    uint4 p[kChunkBlocks], value[kChunkBlocks];
+#pragma unroll
+    for (int step = 0; step < kChunkBlocks + kAhead; ++step) {
+      if (step < kChunkBlocks) {
+        p[step] = shared.p[tile][step][lane];
+        value[step] = value_operands(shared, chunk, step, quarter, lane);
+      }
+      const int b = step - kAhead;
+      if (b < 0) continue;
+      mma_bf16(numerator[0], p[b], uint2{value[b].x, value[b].y});
+      mma_bf16(numerator[1], p[b], uint2{value[b].z, value[b].w});
+      if (quarter == i) mma_bf16(denominator, p[b], ones);
+    }
+#pragma unroll
+    for (int d = 0; d < 2; ++d) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) sums.numerator[i][d][e] = sums.numerator[i][d][e] + numerator[d][e];
+    }
+    if (quarter != i) continue;
+#pragma unroll
+    for (int e = 0; e < 4; ++e) sums.denominator[e] = sums.denominator[e] + denominator[e];
+  }
+}
+
+// Calls two(x, y, where) with pairs of numerators and one(x, where) with denominators: a thread's share of the sums,
+// which lie at out[row * stride], of each row [heads][64] numerators, then [heads] denominators.
+template <typename Two, typename One>
+__device__ __forceinline__ void for_sums(const AttentionUnit& u, AttentionSums& sums, float* out, int stride, Two two,
+                                         One one) {
+  const int warp = warp_index(), lane = lane_index(), half = warp / 4, quarter = warp % 4, g = lane / 4, t = lane % 4;
+  if (g >= u.schedule.group) return;
+#pragma unroll
+  for (int i = 0; i < kWarpTiles; ++i) {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const int row = 2 * (2 * i + half) + r;
+      if (row >= u.rows) return;
+      float* of_row = out + row * stride;
+      float2* at = reinterpret_cast<float2*>(of_row + g * kHeadDim + 16 * quarter + 2 * t);
+#pragma unroll
+      for (int d = 0; d < 2; ++d) two(sums.numerator[i][d][2 * r], sums.numerator[i][d][2 * r + 1], at + 4 * d);
+      if (quarter == i && t == 0) one(sums.denominator[2 * r], of_row + u.schedule.group * kHeadDim + g);
     }
   }
-  if (g >= u.heads) return;
-#pragma unroll
-  for (int j = 0; j < 2; ++j)
-#pragma unroll
-    for (int d = 0; d < 8; ++d) out[g * kSumWidth + 8 * (2 * t + j) + d] = numerator[d][j];
-  if (t == 0) out[g * kSumWidth + kHeadDim] = denominator[0];
+}
+
+__device__ __forceinline__ void store_chunk_sums(const AttentionUnit& u, AttentionSums& sums, float* out, int stride) {
+  for_sums(
+      u, sums, out, stride, [](float x, float y, float2* at) { *at = {x, y}; }, [](float x, float* at) { *at = x; });
+}
+
+// Before what is stored: adds what this thread stored there earlier.
+__device__ __forceinline__ void add_stored_sums(const AttentionUnit& u, AttentionSums& sums, float* out, int stride) {
+  for_sums(
+      u, sums, out, stride,
+      [](float& x, float& y, float2* at) {
+        const float2 old = __ldcg(at);
+        x = old.x + x;
+        y = old.y + y;
+      },
+      [](float& x, float* at) { x = __ldcg(at) + x; });
 }
 
 }  // namespace muse

@@ -51,32 +51,29 @@ class AttentionSteps : public RowSteps {
     }
   }
 
-  // A unit is one row, kv head and stretch; whoever finishes the last stretch of a row and head adds them up. Where the
-  // scratch does not hold so many, a unit is all stretches of a row and head.
+  // The units of attention_schedule.cuh.
   __device__ void attend_rows(int64_t l) {
-    const int kv_heads = static_cast<int>(p_.kv_rank());
-    const int window = p_.kind[l].full ? 0x7FFFFFFF : static_cast<int>(p_.window);
-    const auto first_stretch = [&](int i) { return max(s_.rows.position[i] - window + 1, 0) / kStretch; };
-    const auto stretches = [&](int i) { return s_.rows.position[i] / kStretch - first_stretch(i) + 1; };
-    int total = 0;
+    const int layer = static_cast<int>(l);
 #pragma unroll 1
-    for (int i = 0; i < rows(); ++i) total += stretches(i) * kv_heads;
-    const bool split = total <= kStretchSums;
-    int row = 0, before = 0;  // units of the rows before `row`
+    for (int unit = block(); unit < s_.attention.kind[p_.kind[layer].full].units; unit += blocks()) attend(layer, unit);
+  }
+
+  // Each row and kv head by whichever block it falls to, as soon as its sums are there.
+  __device__ void finish_rows(int64_t l) {
+    const LayerUnits& kind = s_.attention.kind[p_.kind[l].full];
+    // From the last block on: the first ones have the most units.
+    int i = blocks() - 1 - block();
 #pragma unroll 1
-    for (int unit = block(); unit < (split ? total : rows() * kv_heads); unit += blocks()) {
+    for (int head = 0; head < s_.attention.kv_heads; ++head) {
 #pragma unroll 1
-      for (int own; unit - before >= (own = (split ? stretches(row) : 1) * kv_heads); ++row) before += own;
-      const int count = stretches(row), parts = split ? count : 1;
-      const int head = (unit - before) / parts, part = unit - before - head * parts;
-      attend(l, row, head, first_stretch(row) + part, split ? 1 : count, part, parts, before + head * parts,
-             max(s_.rows.position[row] - window + 1, 0));
+      for (; i < rows(); i += blocks()) finish(kind, i, head);
+      i -= rows();
     }
   }
 
  private:
   __device__ void cache(int64_t l, int i, int head, uint32_t key, uint32_t value) {
-    const int lane = thread_index() % 32;
+    const int lane = lane_index();
     const auto finite = [](uint32_t two) {
       return bf16_finite(static_cast<uint16_t>(two)) && bf16_finite(static_cast<uint16_t>(two >> 16));
     };
@@ -90,91 +87,160 @@ class AttentionSteps : public RowSteps {
     reinterpret_cast<uint32_t*>((full ? weights().v_full : weights().v_ring) + at)[lane] = keep ? value : 0u;
   }
 
-  // Stretches [stretch, stretch + count) of a row and head: part `part` of `parts`, whose sums lie from `sums` on.
-  __device__ __forceinline__ void attend(int64_t l, int row, int head, int stretch, int count, int part, int parts,
-                                         int sums, int first) {
-    const int warp = thread_index() / 32, group = static_cast<int>(p_.q_heads / p_.kv_heads), width = group * kSumWidth;
+  // Where the sums of a row and head begin; the parts follow each other.
+  __device__ float* sums_of(const LayerUnits& kind, int sequence, int index, int head, int parts) const {
+    const int at = kind.sum[sequence] + (index * s_.attention.kv_heads + head) * parts;
+    return mine<float>(w_.stretch_sums) + int64_t{at} * (s_.attention.group * kSumWidth);
+  }
+
+  __device__ __forceinline__ void attend(int l, int unit) {
     const bool full = p_.kind[l].full;
-    const int64_t base = p_.cache(l, s_.rows.sequence[row], head, 0);
-    const AttentionUnit u{&s_.rows,
-                          row,
-                          (full ? weights().k_full : weights().k_ring) + base,
-                          (full ? weights().v_full : weights().v_ring) + base,
-                          mine<uint16_t>(w_.q) + (row * static_cast<int>(p_.kv_rank()) + head) * group * kHeadDim,
-                          group,
-                          full ? 0 : static_cast<int>(p_.ring),
-                          p_.score_scale};
-    float *chunk = region<float>(), *total = chunk + kChunksPerStretch * width;
-    uint16_t* a = reinterpret_cast<uint16_t*>(total + width);
+    const LayerUnits& kind = s_.attention.kind[full];
+    const int lane = lane_index(), warp = warp_index(), kv_heads = s_.attention.kv_heads;
+    const int sequence = __popc(__ballot_sync(~0u, kind.unit[lane] <= unit)) +
+                         __popc(__ballot_sync(~0u, kind.unit[lane + 32] <= unit)) - 1;
+    const SequenceRows& s = s_.attention.sequence[sequence];
+    const int run = kind.run, window = kind.window, width = s_.attention.group * kSumWidth;
+    const SequenceChunks c = s.chunks(window);
+    const int groups = (s.count + (1 << kind.group) - 1) >> kind.group, shared_units = c.runs(run) * kv_heads * groups;
+    const int local = unit - kind.unit[sequence];
+    const bool own = local >= shared_units;
+    // Units that share keys and values follow each other.
+    const int minor = own ? s.count : groups, index = own ? local - shared_units : local, of_kv = index / minor,
+              of_group = index - of_kv * minor, major = of_kv / kv_heads, head = of_kv - major * kv_heads;
+    const int row = own ? of_group : of_group << kind.group;
+    const uint8_t* member = s_.attention.member + s.begin + row;
+    const int lowest = own ? s_.rows.position[*member] : s.lowest;
+    const int64_t base = p_.cache(l, s_.rows.sequence[*member], head, 0);
+    const AttentionUnit u{s_.attention,
+                          kind,
+                          member,
+                          own ? 1 : min(s.count - row, 1 << kind.group),
+                          own ? c.own + major : max(c.first, ((c.first >> run) + major) << run),
+                          own ? c.own + major + 1 : min(c.own, ((c.first >> run) + major + 1) << run),
+                          max(lowest - window + 1, 0),
+                          own ? lowest : s.highest,
+                          global(full ? weights().k_full : weights().k_ring) + base,
+                          global(full ? weights().v_full : weights().v_ring) + base};
+    const int parts = c.parts(run), stride = kv_heads * parts * width;
+    float* out = sums_of(kind, sequence, row, head, parts);
+    const bool whole = run == kWholeRun && !own;
+    if (own)
+      out += (c.shared_parts(run) + major) * width;
+    else if (run <= kStretchLog2)
+      out += (run == kStretchLog2 ? major : u.begin - c.first) * width;
+
+    AttentionShared& shared = *region<AttentionShared>();
+    AttentionSums sums{};
+    KeyBlock keys;
+    // The first round only loads: one copy of that code.
+    int chunk = u.begin - 1;
+    asm volatile("" : "+r"(chunk));
 #pragma unroll 1
-    for (int s = 0; s < count; ++s) {
-#pragma unroll 1
-      for (int c = warp; c < kChunksPerStretch; c += kWarps)
-        attend_chunk(u, (stretch + s) * kChunksPerStretch + c, first, s_.rows.position[row], chunk + c * width);
+    for (; chunk < u.end; ++chunk) {
+      const int start = chunk * kChunk + 16 * warp, slot = block_slot(u, s_.rows, start + kChunk);
+      const bool more = chunk + 1 < u.end, loaded = chunk >= u.begin;
+      if (more) prefetch_block(u, start + kChunk, slot, shared);
+      next_values();
+      if (loaded) score_rows(u, s_.rows, start, keys, shared);
+      if (more) load_keys(u, slot, keys);
+      if (!loaded) {
+        const int queries = s_.attention.group * kHeadDim;  // of a row and kv head
+        load_queries(u, mine<uint16_t>(w_.q) + head * queries, s_.attention.kv_heads * queries, shared);
+      }
+      wait_values();
       sync_block();
-#pragma unroll 1
-      for (int i = thread_index(); i < width; i += kThreads) {
-        float sum = 0.0f;
-#pragma unroll 4
-        for (int c = 0; c < kChunksPerStretch; ++c) sum = sum + chunk[c * width + i];
-        total[i] = (s ? total[i] : 0.0f) + sum;
+      if (!loaded) continue;
+      add_chunk(u.rows, chunk, shared, sums);
+      const bool ends = (chunk + 1) % kStretch == 0;
+      if (run < kStretchLog2 || ends || chunk + 1 == u.end) {
+        // All full stretches of a whole row are one part.
+        const bool later = chunk / kStretch != u.begin / kStretch;
+        if (whole && !ends && later) out += width;
+        if (whole && ends && later) add_stored_sums(u, sums, out, stride);
+        store_chunk_sums(u, sums, out, stride);
+        if (!whole) out += width;
+        sums = {};
       }
       sync_block();
     }
-    if (parts > 1) {
-      float* stored = mine<float>(w_.stretch_sums) + int64_t{sums} * width;
-#pragma unroll 1
-      for (int i = thread_index(); i < width; i += kThreads) stored[part * width + i] = total[i];
-      if (!last_arrival(mine<uint32_t>(w_.stretch_counts) + row * static_cast<int>(p_.kv_rank()) + head, parts)) return;
-#pragma unroll 1
-      for (int i = thread_index(); i < width; i += kThreads) {
-        float sum = 0.0f;
-#pragma unroll 4
-        for (int c = 0; c < parts; ++c) sum = sum + __ldcg(stored + c * width + i);
-        total[i] = sum;
-      }
-      sync_block();
+    if (thread_index() < u.rows) {
+      uint32_t* count = mine<uint32_t>(w_.stretch_counts) + u.member[thread_index()] * kv_heads + head;
+      asm volatile("red.release.gpu.global.add.u32 [%0], 1;" ::"l"(count) : "memory");
     }
-#pragma unroll 1
-    for (int i = thread_index(); i < group * kHeadDim; i += kThreads) {
-      const float* of = total + i / kHeadDim * kSumWidth;
-      a[i] = to_bf16(of[i % kHeadDim] / of[kHeadDim]);
-    }
-    sync_block();
-    gate(row, head, group, a);
-    sync_block();
   }
 
-  // Called by all; true in the block that comes last of `count`, which then sees what the others wrote.
-  __device__ bool last_arrival(uint32_t* counter, uint32_t count) {
-    sync_block();
-    if (thread_index() == 0) {
-      __threadfence();
-      const bool last = atomicAdd(counter, 1u) == count - 1;
-      if (last) *counter = 0;  // for the next layer, which lies behind barriers
-      __threadfence();
-      s_.flag = last;
-    }
-    sync_block();
-    return s_.flag;
-  }
-
-  // o = R((a * r64) * sigmoid(u)) for the query heads of one kv head.
-  __device__ void gate(int row, int head, int group, const uint16_t* a) {
-    const int warp = thread_index() / 32, lane = thread_index() % 32, width = static_cast<int>(p_.q_columns());
+  // Adds up the parts of row i and a kv head once they are all there, a warp per query head: parts within a stretch,
+  // stretches within the row, each from +0.
+  __device__ __forceinline__ void finish(const LayerUnits& kind, int i, int head) {
+    const int warp = warp_index(), lane = lane_index(), heads = s_.attention.group, width = heads * kSumWidth;
+    const int sequence = s_.attention.of[i], run = kind.run;
+    const SequenceChunks c = s_.attention.sequence[sequence].chunks(kind.window);
+    const int parts = c.parts(run), column = (head * heads + warp) * kHeadDim + 2 * lane,
+              columns = static_cast<int>(p_.q_columns());
+    const float* stored = sums_of(kind, sequence, s_.rows.index[i], head, parts);
+    uint32_t gate = 0;
+    if (warp < heads) gate = __ldcg(reinterpret_cast<uint32_t*>(mine<uint16_t>(w_.u) + i * columns + column));
+    wait_count(mine<uint32_t>(w_.stretch_counts) + i * s_.attention.kv_heads + head, c.runs(run) + c.last - c.own + 1);
+    if (warp >= heads) return;
+    const float *numerators = stored + warp * kHeadDim + 2 * lane, *denominators = stored + heads * kHeadDim + warp;
+    constexpr int kAtOnce = 8;
+    float2 own{}, all{};
+    float own_denominator = 0.0f, denominator = 0.0f;
 #pragma unroll 1
-    for (int h = warp; h < group; h += kWarps) {
-      const uint16_t* own_head = a + h * kHeadDim;
-      float own[4];
+    for (int first = 0; first < parts; first += kAtOnce) {
+      float2 two[kAtOnce];
+      float ones[kAtOnce];
 #pragma unroll
-      for (int e = 0; e < 4; ++e) own[e] = from_bf16(own_head[lane % 16 + 16 * e]);
-      const float r = inverse_rms(warp_sumsq64(own), kHeadDim, p_.eps);
-      const int column = (head * group + h) * kHeadDim + 2 * lane;
-      const uint32_t u = __ldcg(reinterpret_cast<uint32_t*>(mine<uint16_t>(w_.u) + row * width + column));
-      const auto gated = [&](uint16_t x, float by) { return to_bf16((from_bf16(x) * r) * sigmoid(by)); };
-      *reinterpret_cast<uint32_t*>(mine<uint16_t>(w_.o) + column_tile_at(row, column, width)) =
-          pack(gated(own_head[2 * lane], low_bf16(u)), gated(own_head[2 * lane + 1], high_bf16(u)));
+      for (int e = 0; e < kAtOnce; ++e) {
+        const int part = min(first + e, parts - 1) * width;
+        two[e] = __ldcg(reinterpret_cast<const float2*>(numerators + part));
+        ones[e] = __ldcg(denominators + part);
+      }
+#pragma unroll
+      for (int e = 0; e < kAtOnce; ++e) {
+        if (first + e >= parts) break;
+        own = {own.x + two[e].x, own.y + two[e].y};
+        own_denominator = own_denominator + ones[e];
+        if (!c.ends(run, first + e)) continue;
+        all = {all.x + own.x, all.y + own.y};
+        denominator = denominator + own_denominator;
+        own = {};
+        own_denominator = 0.0f;
+      }
     }
+    all = {all.x + own.x, all.y + own.y};  // the last stretch; +0 if it was complete
+    denominator = denominator + own_denominator;
+    store_gated(pack(to_bf16(all.x / denominator), to_bf16(all.y / denominator)), gate,
+                mine<uint16_t>(w_.o) + column_tile_at(i, column, columns));
+  }
+
+  // Until all units that leave sums have been; called by all. If somebody gave up, the next barrier says so.
+  __device__ void wait_count(uint32_t* counter, uint32_t count) {
+    if (thread_index() == 0) {
+      for (uint32_t spins = 1; !place_.gave_up && load_relaxed(counter) != count; ++spins)
+        if (spins % 256 == 0 && should_leave(place_, Phase::kAttention, place_.rank, kBarrierGrace)) place_.gave_up = 1;
+      asm volatile("fence.acq_rel.gpu;" ::: "memory");
+      *counter = 0;  // for the next layer, which lies behind barriers
+    }
+    sync_block();
+  }
+
+  // o = R((a * r64) * sigmoid(u)) for one query head by one warp, two dimensions a lane.
+  __device__ void store_gated(uint32_t a, uint32_t u, uint16_t* o) {
+    const int lane = lane_index();
+    float own[4];
+#pragma unroll
+    for (int e = 0; e < 4; ++e) {  // element j + 16 e of the head
+      const uint32_t pair = __shfl_sync(~0u, a, (lane % 16 + 16 * e) / 2);
+      own[e] = lane % 2 ? high_bf16(pair) : low_bf16(pair);
+    }
+    const float r = inverse_rms(warp_sumsq64(own), kHeadDim, p_.eps);
+    uint32_t gated = 0;
+#pragma unroll 1  // one copy of the sigmoid; the halves end in their places
+    for (int e = 0; e < 2; ++e, a >>= 16, u >>= 16)
+      gated = __byte_perm(gated, to_bf16((low_bf16(a) * r) * sigmoid(low_bf16(u))), 0x5432);
+    *reinterpret_cast<uint32_t*>(o) = gated;
   }
 };
 

@@ -1,6 +1,7 @@
-// The roles of a block's warps: eight compute, one for each K segment of the contract; four stream weights
-// (producer.cuh). With twelve warps a thread may have 168 registers. Sixteen computing warps would leave 96, and what
-// does not fit them spills to L2, because the weight ring takes L1's place.
+// The roles of a block's warps: eight compute, one for each K segment of the contract; one streams weights
+// (producer.cuh). A thread may have 168 registers: a quarter of the multiprocessor's for the three warps that share it.
+// Sixteen computing warps would leave 96, and what does not fit them spills to L2, because the weight ring takes L1's
+// place.
 #pragma once
 
 #include <cstdint>
@@ -8,8 +9,7 @@
 namespace muse {
 
 constexpr int kWarps = 8, kThreads = 32 * kWarps;  // that compute
-constexpr int kProducerWarps = 4;                  // that stream weights
-constexpr int kLaunchThreads = kThreads + 32 * kProducerWarps;
+constexpr int kLaunchThreads = kThreads + 32;      // and the producer's
 
 // threadIdx.x, read anew in every phase. The compiler would otherwise derive dozens of numbers from it once and keep
 // them in registers, or spill them, for the whole launch.
@@ -19,13 +19,8 @@ __device__ __forceinline__ int thread_index() {
   return static_cast<int>(index);
 }
 
-// All computing threads; the producers never take part, so __syncthreads would wait for ever. Named barrier 1, because
+// All computing threads; the producer never takes part, so __syncthreads would wait for ever. Named barrier 1, because
 // 0 is __syncthreads'.
-__device__ __forceinline__ void sync_block() { asm volatile("barrier.cta.sync 1, %0;" ::"n"(kThreads) : "memory"); }
-
-// The producers.
-__device__ __forceinline__ void sync_producers() {
-  asm volatile("barrier.cta.sync 2, %0;" ::"n"(32 * kProducerWarps) : "memory");
-}
+__device__ __forceinline__ void sync_block() { asm volatile("bar.sync 1, %0;" ::"n"(kThreads) : "memory"); }
 
 }  // namespace muse

@@ -26,13 +26,20 @@ using Accumulators = float[2][4];
 __device__ __forceinline__ void chain_tiles(const unsigned char* chunk, const uint4* operand, int tiles, int lane,
                                             bool two, Accumulators& acc) {
   const uint4* weights = reinterpret_cast<const uint4*>(chunk) + lane;
-#pragma unroll
-  for (int b = 0; b < kSlotTiles; ++b) {
-    if (b >= tiles) break;
-    const uint4 w = weights[b * 32], x = operand[b * 32];
+  const auto step = [&](const uint4& w, const uint4& x) {
     const uint32_t a[4] = {w.x, w.y, w.z, w.w}, x0[2] = {x.x, x.y}, x1[2] = {x.z, x.w};
     mma_bf16(acc[0], a, x0);
     if (two) mma_bf16(acc[1], a, x1);
+  };
+  if (tiles == kSlotTiles) {  // all loads in flight
+    uint4 w[kSlotTiles], x[kSlotTiles];
+#pragma unroll
+    for (int b = 0; b < kSlotTiles; ++b) w[b] = weights[b * 32], x[b] = operand[b * 32];
+#pragma unroll
+    for (int b = 0; b < kSlotTiles; ++b) step(w[b], x[b]);
+  } else {
+#pragma unroll 1
+    for (int b = 0; b < tiles; ++b) step(weights[b * 32], operand[b * 32]);
   }
 }
 
@@ -45,18 +52,13 @@ class DenseBase : public StepBase {
   // fetched.
   __device__ void load_operand(const uint16_t* operand, int width, int i0, int first, int tiles) {
     const uint4* from = reinterpret_cast<const uint4*>(operand + i0 * width + first * static_cast<int>(kTile));
-    uint4* to = region<uint4>();
-    const int count = rows() - i0;
-#pragma unroll 1
-    for (int at = thread_index(); at < tiles * 32; at += 4 * kThreads) {
-      uint4 held[4];  // all loads in flight before the first is stored
-#pragma unroll
-      for (int e = 0; e < 4; ++e)
-        if (at + e * kThreads < tiles * 32 && (at & 31) / 4 < count) held[e] = __ldcg(from + at + e * kThreads);
-#pragma unroll
-      for (int e = 0; e < 4; ++e)
-        if (at + e * kThreads < tiles * 32 && (at & 31) / 4 < count) to[at + e * kThreads] = held[e];
-    }
+    const uint32_t to = shared_address(region<uint4>());
+    const int count = rows() - i0, end = tiles * 32;
+#pragma unroll 4
+    for (int at = thread_index(); at < end; at += kThreads)
+      if ((at & 31) / 4 < count)  // past L1, all in flight
+        asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to + at * 16), "l"(from + at) : "memory");
+    asm volatile("cp.async.wait_all;" ::: "memory");
   }
 
   // This block's tasks of `job` for the pass that starts at row i0 of an operand of `width` columns.

@@ -91,13 +91,14 @@ class DenseSteps : public DenseBase {
       const float* row = weights_of_layer + e * hidden() + segment * length;
       const uint16_t* h = region<uint16_t>() + column_tile_at(i, (segment - segments.begin) * length + j, 0);
       float sum = 0.0f;
+      constexpr int kAtOnce = 32;  // loads in flight: they come from L2, and there is nothing else to do
 #pragma unroll 1
-      for (int b0 = 0; b0 < blocks_of_16; b0 += 8) {
-        float w[8];  // all loads in flight
+      for (int b0 = 0; b0 < blocks_of_16; b0 += kAtOnce) {
+        float w[kAtOnce];
 #pragma unroll
-        for (int b = 0; b < 8; ++b) w[b] = b0 + b < blocks_of_16 ? __ldg(row + (b0 + b) * 16) : 0.0f;
+        for (int b = 0; b < kAtOnce; ++b) w[b] = __ldg(row + min(b0 + b, blocks_of_16 - 1) * 16);
 #pragma unroll
-        for (int b = 0; b < 8; ++b)
+        for (int b = 0; b < kAtOnce; ++b)
           if (b0 + b < blocks_of_16) sum = fma1(from_bf16(h[(b0 + b) * kTile]), w[b], sum);
       }
       sum = fold_warp(sum);

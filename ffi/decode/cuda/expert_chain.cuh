@@ -1,5 +1,5 @@
 // One warp's chain over a K segment of an expert's 16 rows: weights from the ring are the A operand, at most eight
-// tokens' rows the B operand, held in registers because a warp uses them for many row groups.
+// tokens' rows the B operand, in registers.
 #pragma once
 
 #include "ffi/decode/cuda/ring.cuh"
@@ -8,17 +8,21 @@
 
 namespace muse {
 
-constexpr int kSpanBlocks = 32;  // 16-blocks of K whose B operand a warp holds: 64 registers
-
 enum class ExpertKind { kBf16, kW4A16, kW4A4 };
 
-using TokenOperand = uint32_t[kSpanBlocks][2];
+// B operand of so many 16-blocks: for W4A4, whose inner loop has no time for loads, a whole segment of 512; else as
+// much as a bf16 chunk or a panel needs.
+template <int kBlocks>
+using TokenOperand = uint32_t[kBlocks][2];
+constexpr int kSpanBlocks = 32;
+static_assert(kPanelBlocks == kSlotTiles);
 
 // The lane's registers of the blocks from `row` (column g's) on; blocks past `count` become zeros. t = lane % 4.
-__device__ __forceinline__ void load_tokens(const uint16_t* row, int count, int t, TokenOperand& x) {
+template <int kBlocks>
+__device__ __forceinline__ void load_tokens(const uint16_t* row, int count, int t, TokenOperand<kBlocks>& x) {
   const uint4* from = reinterpret_cast<const uint4*>(row) + t;
 #pragma unroll
-  for (int b = 0; b < kSpanBlocks; b += 2) {
+  for (int b = 0; b < kBlocks; b += 2) {
     const uint4 two = b < count ? __ldcg(from + b * 2) : uint4{0, 0, 0, 0};
     x[b][0] = two.x, x[b][1] = two.y, x[b + 1][0] = two.z, x[b + 1][1] = two.w;
   }
@@ -45,14 +49,17 @@ __device__ __forceinline__ PanelScales panel_scales(const unsigned char* panel, 
 }
 
 // Codes become fp16 numbers code * 2^-14 by shift and mask (layout.h); the shifts are products, which run in another
-// pipe than the masks. Sums are 2^-14 of what they mean until the last one (kCodeScale).
+// pipe than the masks. Of the last two registers magnitudes and signs move by different distances: one product with the
+// sum of two powers moves both, and what it moves wrongly lies outside the mask, with no carry into it. Sums are 2^-14
+// of what they mean until the last one (kCodeScale).
 constexpr float kCodeScale = 0x1p14f;
 
 __device__ __forceinline__ void codes_to_fp16(uint32_t word, uint32_t (&a)[4]) {
-  a[0] = word & 0x8E008E00u;
-  a[1] = (word * 8u) & 0x8E008E00u;
-  a[2] = ((word * 64u) & 0x0E000E00u) | ((word * 2u) & 0x80008000u);
-  a[3] = ((word * 512u) & 0x0E000E00u) | ((word * 4u) & 0x80008000u);
+  constexpr uint32_t kMask = 0x8E008E00u;
+  a[0] = word & kMask;
+  a[1] = (word * 8u) & kMask;
+  a[2] = ((word & 0x40384038u) * (64u + 2u)) & kMask;
+  a[3] = ((word & 0x20072007u) * (512u + 4u)) & kMask;
 }
 
 // W4A16: code times block scale is an exact bf16 number, the truncated fp32 product.
@@ -65,51 +72,70 @@ __device__ __forceinline__ void codes_to_bf16(uint32_t word, float2 scale, uint3
   }
 }
 
-// acc += the chain over a chunk's panels, whose first block is x[0].
-template <ExpertKind kKind>
-__device__ __forceinline__ void chain_panels(const unsigned char* chunk, int panels, int lane, const TokenOperand& x,
-                                             float (&acc)[4]) {
+// W4A4: acc += the chain over a chunk's panels: a block's exact sum from a zero accumulator, then its scale; the token
+// operand carries its own block scale. Four blocks' products run in the tensor core while the four before are scaled
+// and added. A chunk of fewer panels reads its last one again: x is zero there, which changes no bit of a sum, and code
+// without branches is scheduled better.
+__device__ __forceinline__ void chain_codes(const unsigned char* chunk, int panels, int lane,
+                                            const TokenOperand<kSpanBlocks>& x, float (&acc)[4]) {
+  constexpr int kGroup = 4;
+  float sum[2][kGroup][4];
+  float2 scale[2][kGroup];
+  const auto add = [&](int which) {
 #pragma unroll
-  for (int p = 0; p < kSlotBytes / kPanelBytes; ++p) {
-    if (p >= panels) break;
-    const unsigned char* panel = chunk + p * kPanelBytes;
+    for (int e = 0; e < kGroup; ++e) {
+      acc[0] = fma1(sum[which][e][0], scale[which][e].x, acc[0]);
+      acc[1] = fma1(sum[which][e][1], scale[which][e].x, acc[1]);
+      acc[2] = fma1(sum[which][e][2], scale[which][e].y, acc[2]);
+      acc[3] = fma1(sum[which][e][3], scale[which][e].y, acc[3]);
+    }
+  };
+#pragma unroll
+  for (int group = 0; group < kSpanBlocks / kGroup; ++group) {
+    constexpr int kInPanel = kPanelBlocks / kGroup;
+    const int which = group % 2, b = group % kInPanel * kGroup;
+    const unsigned char* panel = chunk + min(group / kInPanel, panels - 1) * kPanelBytes;
     const PanelScales scales = panel_scales(panel, lane);
+    const uint4 words = *reinterpret_cast<const uint4*>(panel + panel_code(b, lane));
 #pragma unroll
-    for (int b = 0; b < kPanelBlocks; b += 4) {
-      const uint4 words = *reinterpret_cast<const uint4*>(panel + panel_code(b, lane));
+    for (int e = 0; e < kGroup; ++e) {
+      uint32_t a[4];
+      codes_to_fp16(e == 0 ? words.x : e == 1 ? words.y : e == 2 ? words.z : words.w, a);
 #pragma unroll
-      for (int e = 0; e < 4; ++e) {
-        const uint32_t word = e == 0 ? words.x : e == 1 ? words.y : e == 2 ? words.z : words.w;
-        const float2 scale = scales.of(b + e);
-        uint32_t a[4];
-        if (kKind == ExpertKind::kW4A4) {
-          // The block's exact sum from a zero accumulator; the token operand carries its own block scale.
-          codes_to_fp16(word, a);
-          float sum[4] = {0.0f, 0.0f, 0.0f, 0.0f};
-          mma_fp16(sum, a, x[p * kPanelBlocks + b + e]);
-          acc[0] = fma1(sum[0], scale.x, acc[0]);
-          acc[1] = fma1(sum[1], scale.x, acc[1]);
-          acc[2] = fma1(sum[2], scale.y, acc[2]);
-          acc[3] = fma1(sum[3], scale.y, acc[3]);
-        } else {
-          codes_to_bf16(word, scale, a);
-          mma_bf16(acc, a, x[p * kPanelBlocks + b + e]);
-        }
-      }
+      for (int j = 0; j < 4; ++j) sum[which][e][j] = 0.0f;
+      mma_fp16(sum[which][e], a, x[group * kGroup + e]);
+      scale[which][e] = scales.of(b + e);
+    }
+    if (group > 0) add(1 - which);
+  }
+  add(1);
+}
+
+// W4A16: acc += the chain over one panel, whose weights are exact bf16 numbers.
+__device__ __forceinline__ void chain_panel(const unsigned char* panel, int lane, const TokenOperand<kPanelBlocks>& x,
+                                            float (&acc)[4]) {
+  const PanelScales scales = panel_scales(panel, lane);
+#pragma unroll
+  for (int b = 0; b < kPanelBlocks; b += 4) {
+    const uint4 words = *reinterpret_cast<const uint4*>(panel + panel_code(b, lane));
+#pragma unroll
+    for (int e = 0; e < 4; ++e) {
+      uint32_t a[4];
+      codes_to_bf16(e == 0 ? words.x : e == 1 ? words.y : e == 2 ? words.z : words.w, scales.of(b + e), a);
+      mma_bf16(acc, a, x[b + e]);
     }
   }
 }
 
-// The same over bf16 tiles, whose first block is x[kFirst].
-template <int kFirst>
+// acc += the chain over a chunk of bf16 tiles.
 __device__ __forceinline__ void chain_expert_tiles(const unsigned char* chunk, int tiles, int lane,
-                                                   const TokenOperand& x, float (&acc)[4]) {
+                                                   const TokenOperand<kSlotTiles>& x, float (&acc)[4]) {
 #pragma unroll
   for (int b = 0; b < kSlotTiles; ++b) {
     if (b >= tiles) break;
     const uint4 w = reinterpret_cast<const uint4*>(chunk)[b * 32 + lane];
     const uint32_t a[4] = {w.x, w.y, w.z, w.w};
-    mma_bf16(acc, a, x[kFirst + b]);
+    mma_bf16(acc, a, x[b]);
   }
 }
 

@@ -81,89 +81,69 @@ class ExpertSteps : public RouterSteps {
     return region<float>() + ((unit_in_batch * kSegments + segment) * job.unit_groups + half) * 16 * kSliceRows;
   }
 
-  // This block's units of one GEMM: warp w takes segment w of them all. Once a batch's sums are there they are added
-  // up.
-  __device__ void expert_gemm(int64_t l, bool second) {
+  __device__ ExpertKind expert_kind(int64_t l) const {
+    return !p_.kind[l].nvfp4 ? ExpertKind::kBf16 : p_.quantize_activations ? ExpertKind::kW4A4 : ExpertKind::kW4A16;
+  }
+
+  // Batches of this block's units, as many units at once as the region holds sums of.
+  __device__ int expert_batches(int64_t l, bool second) const {
+    const ExpertJob job = expert_job(p_, weights(), a_.region_bytes, l, second);
+    return job.batches(part(s_.slices * job.groups, place_.index, place_.size));
+  }
+
+  // The chains of a batch of this block's units of one GEMM: warp w takes segment w of them all. A function for each
+  // kind, and adding up another: what they keep in registers is not for each other.
+  template <ExpertKind kKind>
+  __device__ void expert_chains(int64_t l, bool second, int batch) {
     const int warp = thread_index() / 32, lane = thread_index() % 32;
     const ExpertJob job = expert_job(p_, weights(), a_.region_bytes, l, second);
-    const ExpertKind kind = !p_.kind[l].nvfp4         ? ExpertKind::kBf16
-                            : p_.quantize_activations ? ExpertKind::kW4A4
-                                                      : ExpertKind::kW4A16;
-    const Range range = part(s_.slices * job.groups, place_.index, place_.size);
-    const int chunks = job.chunks(), span_chunks = kind == ExpertKind::kBf16 ? kSpanBlocks / kSlotTiles : 1;
+    const Range units = job.batch(part(s_.slices * job.groups, place_.index, place_.size), batch);
+    const int chunks = job.chunks(), in_round = kSegments * job.unit_groups;
     const int segment_row = expert_row(static_cast<int>(second ? p_.moe_inner : p_.moe_hidden)) / kSegments;
-    const int in_round = kSegments * job.unit_groups;
+    // 16-blocks of a chunk, and as many as are loaded at once.
+    constexpr int kChunkBlocks = kKind == ExpertKind::kBf16 ? kSlotTiles : kSpanBlocks;
+    constexpr int kHeld = kKind == ExpertKind::kW4A4 ? kSpanBlocks : kSlotTiles;
     uint32_t start = place_.chunk + warp;
-    TokenOperand x;
-    int loaded = -1;  // the slice in x
+    TokenOperand<kHeld> x;
+    int loaded = -1;  // the slice in x, where it holds a whole segment
 #pragma unroll 1
-    for (int batch = 0; batch < job.batches(range); ++batch) {
-      const Range units = job.batch(range, batch);
-#pragma unroll 1
-      for (int unit = units.begin; unit < units.end; ++unit) {
-        const int slice = unit / job.groups;
+    for (int unit = units.begin; unit < units.end; ++unit) {
+      const int slice = unit / job.groups, begin = s_.first[slice];
+      const int column = begin + lane / 4 < s_.first[slice + 1] ? begin + lane / 4 : begin;
+      const uint16_t* tokens = token_row(second, s_.pairs[column]) + warp * segment_row;
 #pragma unroll 1  // one copy of the chain: the instruction cache is small
-        for (int half = 0; half < job.unit_groups; ++half) {
-          float acc[4] = {};
+      for (int half = 0; half < job.unit_groups; ++half) {
+        float acc[4] = {};
 #pragma unroll 1
-          for (int c = 0; c < chunks; c += span_chunks) {
-            if (slice != loaded || chunks > span_chunks) {
-              const int begin = s_.first[slice];
-              const int column = begin + lane / 4 < s_.first[slice + 1] ? begin + lane / 4 : begin;
-              const int block = c / span_chunks * kSpanBlocks;
-              load_tokens(token_row(second, s_.pairs[column]) + warp * segment_row + block * 16, job.k_blocks - block,
-                          lane % 4, x);
-              loaded = slice;
+        for (int c = 0; c < chunks; ++c) {
+          const auto load = [&](int block) {
+            load_tokens<kHeld>(tokens + block * 16, job.k_blocks - block, lane % 4, x);
+          };
+          const uint32_t chunk = start + half * kSegments + c * in_round;
+          const int bytes = job.bytes(c);
+          if constexpr (kKind == ExpertKind::kW4A4) {
+            if (slice != loaded || chunks > 1) load(c * kChunkBlocks), loaded = slice;
+            chain_codes(ring_.wait(chunk), bytes / static_cast<int>(kPanelBytes), lane, x, acc);
+          } else if constexpr (kKind == ExpertKind::kW4A16) {
+            const unsigned char* panels = ring_.wait(chunk);
+#pragma unroll 1
+            for (int p = 0; p < bytes / static_cast<int>(kPanelBytes); ++p) {
+              load(c * kChunkBlocks + p * kHeld);
+              chain_panel(panels + p * kPanelBytes, lane, x, acc);
             }
-            const uint32_t first = start + half * kSegments + c * in_round;
-            if (kind == ExpertKind::kW4A4)
-              chain_span<ExpertKind::kW4A4>(job, first, c, chunks, lane, x, acc);
-            else if (kind == ExpertKind::kW4A16)
-              chain_span<ExpertKind::kW4A16>(job, first, c, chunks, lane, x, acc);
-            else
-              chain_span<ExpertKind::kBf16>(job, first, c, chunks, lane, x, acc);
+          } else {
+            load(c * kChunkBlocks);
+            chain_expert_tiles(ring_.wait(chunk), bytes / static_cast<int>(kTile * 2), lane, x, acc);
           }
-          float* out = unit_sums(unit - units.begin, job, warp, half) + lane / 4 * kSliceRows + lane % 4 * 2;
-          *reinterpret_cast<float2*>(out) = float2{acc[0], acc[1]};
-          *reinterpret_cast<float2*>(out + 8 * kSliceRows) = float2{acc[2], acc[3]};
+          ring_.release(chunk, lane);
         }
-        start += in_round * chunks;
+        float* out = unit_sums(unit - units.begin, job, warp, half) + lane / 4 * kSliceRows + lane % 4 * 2;
+        *reinterpret_cast<float2*>(out) = float2{acc[0], acc[1]};
+        *reinterpret_cast<float2*>(out + 8 * kSliceRows) = float2{acc[2], acc[3]};
       }
-      sync_block();
-      finish_units(l, job, units, kind, second);
-      sync_block();
-    }
-    if (thread_index() == 0) place_.chunk = start;  // warp 0's; read after the next barrier
-  }
-
-  // Chunks c, ... of a row group, as many as x covers; `first` is the number of chunk c.
-  template <ExpertKind kKind>
-  __device__ __forceinline__ void chain_span(const ExpertJob& job, uint32_t first, int c, int chunks, int lane,
-                                             const TokenOperand& x, float (&acc)[4]) {
-    const auto use = [&](auto part) {
-      constexpr int kPart = decltype(part)::value;
-      if (c + kPart >= chunks) return;
-      const uint32_t chunk = first + kPart * kSegments * job.unit_groups;
-      const unsigned char* weights = ring_.wait(chunk);
-      const int bytes = job.bytes(c + kPart);
-      if constexpr (kKind == ExpertKind::kBf16)
-        chain_expert_tiles<kPart * kSlotTiles>(weights, bytes / static_cast<int>(kTile * 2), lane, x, acc);
-      else
-        chain_panels<kKind>(weights, bytes / static_cast<int>(kPanelBytes), lane, x, acc);
-      ring_.release(chunk, lane);
-    };
-    use(Constant<0>{});
-    if constexpr (kKind == ExpertKind::kBf16) {
-      use(Constant<1>{});
-      use(Constant<2>{});
-      use(Constant<3>{});
+      start += in_round * chunks;
     }
   }
-
-  template <int kValue>
-  struct Constant {
-    static constexpr int value = kValue;
-  };
 
   // The fp32 factor of an expert GEMM's result: gate, up or down.
   __device__ float scale(int64_t l, int expert, int which, ExpertKind kind) const {
@@ -173,9 +153,13 @@ class ExpertSteps : public RouterSteps {
     return kind == ExpertKind::kW4A4 ? weight * __ldg(a_.shared.input_scales + 2 * layer + (which == 2)) : weight;
   }
 
-  // Half a warp per unit and pair: lane j adds the segments of output column j.
-  __device__ __forceinline__ void finish_units(int64_t l, const ExpertJob& job, Range units, ExpertKind kind,
-                                               bool second) {
+  // Adds up a batch: half a warp per unit and pair, lane j adds the segments of output column j.
+  __device__ void finish_units(int64_t l, bool second, int batch) {
+    const ExpertJob job = expert_job(p_, weights(), a_.region_bytes, l, second);
+    const ExpertKind kind = expert_kind(l);
+    const Range units = job.batch(part(s_.slices * job.groups, place_.index, place_.size), batch);
+    if (thread_index() == 0)  // read again after the next barrier
+      place_.chunk += (units.end - units.begin) * kSegments * job.unit_groups * job.chunks();
     const int j = thread_index() % 16;
     const float unit_of_sum = kind == ExpertKind::kW4A4 ? kCodeScale : 1.0f;
 #pragma unroll 1
@@ -203,6 +187,7 @@ class ExpertSteps : public RouterSteps {
         if (job.unit_groups == 2) f[16] = to_bf16(total[1]);
       }
     }
+    if (second) finish_slices(l, job.groups, units);
   }
 
   // Sixteen lanes hold a 16-block of a pair's hidden row; all lanes of the warp come here, those of a pair that does
@@ -216,7 +201,7 @@ class ExpertSteps : public RouterSteps {
       if (present && j % 2 == 0) push_all(w_.hidden, per_source, at + j / 2, word);
       return;
     }
-    const Quantized q = quantize(m, __ldg(a_.shared.input_scales + 2 * static_cast<int>(l) + 1));
+    const Quantized q = quantize_lane(m, __ldg(a_.shared.input_scales + 2 * static_cast<int>(l) + 1));
     uint32_t word = q.code << (4 * (j % 8));
 #pragma unroll
     for (int step = 1; step < 8; step *= 2) word |= __shfl_xor_sync(~0u, word, step);
@@ -255,42 +240,13 @@ class ExpertSteps : public RouterSteps {
     return all_alive();
   }
 
-  // This rank's columns are segment me() of each pair's sum of squares: half a warp per pair, the result to every rank.
-  __device__ void sums_of_squares(int64_t l) {
-    const int lane = thread_index() % 32, j = lane % 16;
-    const int pairs = rows() * top_k(), width = static_cast<int>(p_.moe_columns());
-    const uint16_t* g = post_gain(l) + j;
-#pragma unroll 1
-    for (int unit = thread_index() / 32 * blocks() + block(); 2 * unit < pairs; unit += blocks() * kWarps) {
-      const int pair = min(2 * unit + lane / 16, pairs - 1);
-      const uint16_t* f = mine<uint16_t>(w_.f) + pair * width + j;
-      float sum = 0.0f;
-#pragma unroll 1
-      for (int c0 = 0; c0 < width; c0 += 8 * kLanes) {
-        uint16_t x[8], y[8];
-#pragma unroll
-        for (int e = 0; e < 8; ++e)
-          if (c0 + e * kLanes < width) x[e] = __ldcg(f + c0 + e * kLanes), y[e] = __ldg(g + c0 + e * kLanes);
-#pragma unroll
-        for (int e = 0; e < 8; ++e)
-          if (c0 + e * kLanes < width) {
-            const float z = from_bf16(x[e]) * from_bf16(y[e]);
-            sum = fma1(z, z, sum);
-          }
-      }
-      sum = fold_warp(sum);
-      if (j < kRanks)
-        store_slot(slots_to(j, w_.sums, kMaxRows * top_k()) + pair, bit_cast<uint32_t>(sum), place_.epoch);
-    }
-  }
-
   // This rank's columns of the weighted sum over the chosen experts, as operand of post_expert_proj.
   __device__ bool combine_rows(int64_t l) {
     const int width = static_cast<int>(p_.moe_columns()), k_count = top_k();
     const uint16_t* g = post_gain(l);
     CombineRegion& sh = *region<CombineRegion>();
 #pragma unroll 1
-    for (int i = first_row(kCombineRows); i < rows(); i += blocks()) {
+    for (int i = first_unit(kCombineRows); i < rows(); i += blocks()) {
       sync_block();
       if (thread_index() < k_count) {
         const int pair = i * k_count + thread_index();
@@ -299,6 +255,7 @@ class ExpertSteps : public RouterSteps {
         const uint64_t* first = slots_from(0, w_.sums, kMaxRows * k_count) + pair;
         uint32_t word[kRanks] = {};
         wait(Phase::kCombine, [&](int r) { return first + r * kMaxRows * k_count; }, [](int r) { return r; }, word);
+        __threadfence();  // the outputs of other blocks lie behind their sums
         float s[kRanks];
 #pragma unroll
         for (int r = 0; r < kRanks; ++r) s[r] = bit_cast<float>(word[r]);
@@ -322,8 +279,7 @@ class ExpertSteps : public RouterSteps {
         for (int k0 = 0; k0 < k_count; k0 += 8) {
           uint16_t y[8];
 #pragma unroll
-          for (int k = 0; k < 8; ++k)
-            if (k0 + k < k_count) y[k] = __ldcg(f + sh.order[k0 + k] * width);
+          for (int k = 0; k < 8; ++k) y[k] = __ldcg(f + sh.order[min(k0 + k, k_count - 1)] * width);
 #pragma unroll
           for (int k = 0; k < 8; ++k)
             if (k0 + k < k_count) {
@@ -338,6 +294,57 @@ class ExpertSteps : public RouterSteps {
   }
 
  private:
+  // Whoever stores the last outputs of a slice goes on to its pairs' sums of squares, without a meeting of the blocks.
+  __device__ void finish_slices(int64_t l, int groups, Range units) {
+    const int last = (units.end - 1) / groups;
+    uint32_t* done = mine<uint32_t>(w_.slice_counts);
+#pragma unroll 1
+    for (int slice = units.begin / groups; slice <= last; ++slice) {
+      sync_block();  // the outputs are stored, the flag is read
+      if (thread_index() == 0) {
+        const int own = min(units.end, (slice + 1) * groups) - max(units.begin, slice * groups);
+        __threadfence();
+        const bool all = static_cast<int>(atomicAdd(done + slice, static_cast<uint32_t>(own))) + own == groups;
+        if (all) done[slice] = 0;  // for the next layer, which lies behind barriers
+        __threadfence();
+        s_.flag = all;
+      }
+      sync_block();
+      if (s_.flag) push_sums_of_squares(l, s_.first[slice], s_.first[slice + 1]);
+    }
+  }
+
+  // This rank's columns are segment me() of each pair's sum of squares: half a warp per pair, the result to every rank.
+  __device__ void push_sums_of_squares(int64_t l, int begin, int end) {
+    const int lane = thread_index() % 32, j = lane % 16, width = static_cast<int>(p_.moe_columns());
+    const uint16_t* g = post_gain(l) + j;
+#pragma unroll 1
+    for (int at = begin + thread_index() / 32 * 2; at < end; at += 2 * kWarps) {
+      const int pair = s_.pairs[min(at + lane / 16, end - 1)];
+      const uint16_t* f = mine<uint16_t>(w_.f) + pair * width + j;
+      float sum = 0.0f;
+#pragma unroll 1
+      for (int c0 = 0; c0 < width; c0 += 8 * kLanes) {
+        uint16_t x[8], y[8];
+#pragma unroll
+        for (int e = 0; e < 8; ++e) {
+          const int c = min(c0 + e * kLanes, width - kLanes);
+          x[e] = __ldcg(f + c);
+          y[e] = __ldg(g + c);
+        }
+#pragma unroll
+        for (int e = 0; e < 8; ++e)
+          if (c0 + e * kLanes < width) {
+            const float z = from_bf16(x[e]) * from_bf16(y[e]);
+            sum = fma1(z, z, sum);
+          }
+      }
+      sum = fold_warp(sum);
+      if (j < kRanks)
+        store_slot(slots_to(j, w_.sums, kMaxRows * top_k()) + pair, bit_cast<uint32_t>(sum), place_.epoch);
+    }
+  }
+
   struct CombineRegion {
     float2 term[kMaxTopK];  // weight and rho
     int32_t expert[kMaxTopK], order[kMaxTopK];

@@ -159,8 +159,7 @@ class Head : DenseBase {
 };
 
 __global__ void __launch_bounds__(kLaunchThreads, 1) decode_head(const __grid_constant__ StepArgs args) {
-  extern __shared__ __align__(128) unsigned char memory[];
-  BlockShared& shared = *reinterpret_cast<BlockShared*>(memory);
+  BlockShared& shared = block_shared();
   start_block(args, shared);
   if (threadIdx.x == 0) {
     shared.rows.count = 0;
@@ -176,13 +175,13 @@ __global__ void __launch_bounds__(kLaunchThreads, 1) decode_head(const __grid_co
     }
   }
   if (threadIdx.x >= kThreads) {
-    if (!place.gave_up && shared.rows.count > 0 && threadIdx.x % 32 == 0) {
+    if (!place.gave_up && shared.rows.count > 0) {
       Producer producer(shared);
       producer.dense(head_job(shared.args, place.rank), (shared.rows.count + kPassRows - 1) / kPassRows);
     }
-    finish_producers(shared);
+    Ring(shared.ring).drain(threadIdx.x % 32);
   }
-  __syncthreads();  // the producers' copies have landed
+  __syncthreads();  // the producer's copies have landed
 }
 
 }  // namespace

@@ -1,5 +1,5 @@
 // The fused decode step on a GPU: one launch for all layers. The blocks of a device are shared out among its ranks; a
-// rank's blocks meet at barriers, ranks meet through slots (sync.cuh); in every block four warps stream weights and the
+// rank's blocks meet at barriers, ranks meet through slots (sync.cuh); in every block one warp streams weights and the
 // others compute. The arithmetic is ffi/decode/cpu/layers.cc's, bit for bit.
 #include <algorithm>
 
@@ -17,7 +17,7 @@ class Step : ExpertSteps {
   using ExpertSteps::ExpertSteps;
 
   __device__ bool run() {
-    if (!run_phase<&Step::start>(s_)) return false;
+    if (!run_phase<&Step::start>()) return false;
     if (rows() == 0) return false;
     mark(Mark::kStart);
 #pragma unroll 1
@@ -28,61 +28,75 @@ class Step : ExpertSteps {
       for (int which = 0; which < 2; ++which) {
         if (!rank_barrier(which ? Phase::kRouter : Phase::kAttention)) return false;  // h is written
         if (!(which ? moe(l) : attention(l))) return false;
-        run_phase<&Step::gemm>(s_, l, which ? Gemm::kPostExpert : Gemm::kOutput);
+        run_phase<&Step::gemm>(l, which ? Gemm::kPostExpert : Gemm::kOutput);
         mark(Mark::kOutput);
-        if (!run_phase<&Step::reduce>(s_, which)) return false;
+        if (!run_phase<&Step::reduce>(l, which)) return false;
         mark(Mark::kReduce);
-        if (!run_phase<&Step::branch>(s_, l, which)) return false;
+        if (!run_phase<&Step::branch>(l, which)) return false;
         mark(Mark::kBranch);
       }
     }
-    store_stream();
     return rank_barrier(Phase::kEnd);
   }
 
  private:
   // From h to the operand of o_proj.
   __device__ bool attention(int64_t l) {
-    run_phase<&Step::gemm>(s_, l, Gemm::kQkvu);
+    run_phase<&Step::gemm>(l, Gemm::kQkvu);
     mark(Mark::kProject);
     if (!rank_barrier(Phase::kAttention)) return false;
-    run_phase<&Step::finish_heads>(s_, l);
+    run_phase<&Step::finish_heads>(l);
     mark(Mark::kHeads);
     if (!rank_barrier(Phase::kAttention)) return false;
-    run_phase<&Step::attend_rows>(s_, l);
+    run_phase<&Step::attend_rows>(l);
+    run_phase<&Step::finish_rows>(l);
     mark(Mark::kAttend);
     return rank_barrier(Phase::kOutput);
   }
 
   // From h to the operand of post_expert_proj.
   __device__ bool moe(int64_t l) {
-    run_phase<&Step::gemm>(s_, l, Gemm::kPreExpert);
+    run_phase<&Step::gemm>(l, Gemm::kPreExpert);
     mark(Mark::kPool);
-    if (!run_phase<&Step::route_rows>(s_, l)) return false;
+    if (!run_phase<&Step::route_rows>(l)) return false;
     mark(Mark::kRoute);
     if (!rank_barrier(Phase::kExperts)) return false;
-    run_phase<&Step::group_pairs>(s_);
+    run_phase<&Step::group_pairs>();
     if (threadIdx.x == 0) ring_.experts_known();
     mark(Mark::kGroup);
-    run_phase<&Step::expert_gemm>(s_, l, false);
+    experts(l, false);
     mark(Mark::kFirst);
-    if (!run_phase<&Step::gather_hidden>(s_, l)) return false;
+    if (!run_phase<&Step::gather_hidden>(l)) return false;
     mark(Mark::kGather);
     if (!rank_barrier(Phase::kHidden)) return false;
-    run_phase<&Step::expert_gemm>(s_, l, true);
+    experts(l, true);
     mark(Mark::kSecond);
-    if (!rank_barrier(Phase::kCombine)) return false;
-    run_phase<&Step::sums_of_squares>(s_, l);
-    mark(Mark::kSums);
-    if (!run_phase<&Step::combine_rows>(s_, l)) return false;
+    if (!run_phase<&Step::combine_rows>(l)) return false;
     mark(Mark::kCombine);
     return rank_barrier(Phase::kCombine);
+  }
+
+  __device__ void experts(int64_t l, bool second) {
+    const ExpertKind kind = expert_kind(l);
+    const int batches = expert_batches(l, second);
+#pragma unroll 1
+    for (int batch = 0; batch < batches; ++batch) {
+      if (kind == ExpertKind::kW4A4)
+        run_phase<&Step::expert_chains<ExpertKind::kW4A4>>(l, second, batch);
+      else if (kind == ExpertKind::kW4A16)
+        run_phase<&Step::expert_chains<ExpertKind::kW4A16>>(l, second, batch);
+      else
+        run_phase<&Step::expert_chains<ExpertKind::kBf16>>(l, second, batch);
+      sync_block();
+      run_phase<&Step::finish_units>(l, second, batch);
+      sync_block();
+    }
   }
 };
 
 // A layer's norms, gates and router rows are read directly, by few blocks and with nothing to hide their latency: every
 // block brings its part into L2.
-__device__ void prefetch_small(const Producer& producer, const StepArgs& a, const Place& place, int l) {
+__device__ __noinline__ void prefetch_small(const Producer& producer, const StepArgs& a, const Place& place, int l) {
   const Plan& p = a.plan;
   const int h = static_cast<int>(p.hidden), m = static_cast<int>(p.moe_hidden),
             own = static_cast<int>(p.experts_rank());
@@ -109,8 +123,8 @@ __device__ void prefetch_small(const Producer& producer, const StepArgs& a, cons
   }
 }
 
-// The producers': the weights of all layers in the order of Step's phases.
-__device__ void stream_weights(BlockShared& s) {
+// The producer's: the weights of all layers in the order of Step's phases.
+__device__ __noinline__ void stream_weights(BlockShared& s) {
   const Plan& p = s.args.plan;
   const RankPointers& w = s.args.rank[s.place.rank];
   Producer producer(s);
@@ -138,10 +152,13 @@ __device__ void stream_weights(BlockShared& s) {
 }
 
 __global__ void __launch_bounds__(kLaunchThreads, 1) decode_layers(const __grid_constant__ StepArgs args) {
-  extern __shared__ __align__(128) unsigned char memory[];
-  BlockShared& shared = *reinterpret_cast<BlockShared*>(memory);
+  BlockShared& shared = block_shared();
   start_block(args, shared);
-  if (threadIdx.x < kThreads) resolve_rows(args.plan, args.shared, shared.rows);
+  if (threadIdx.x < kThreads) {
+    resolve_rows(args.plan, args.shared, shared.rows);
+    if (!shared.rows.bad)
+      schedule_attention(args.plan, shared.rows, static_cast<int>(shared.place.size), shared.attention);
+  }
   __syncthreads();
   const Place& place = shared.place;
   if (static_cast<int32_t>(place.rank) == args.silent_rank) return;
@@ -155,20 +172,19 @@ __global__ void __launch_bounds__(kLaunchThreads, 1) decode_layers(const __grid_
       if (static_cast<int32_t>(place.rank) == args.local[0]) args.epoch[1] += 1;
     }
   } else {
-    if (work && shared.rows.count > 0 && threadIdx.x % 32 == 0) stream_weights(shared);
-    finish_producers(shared);
+    if (work && shared.rows.count > 0) stream_weights(shared);
+    Ring(shared.ring).drain(threadIdx.x % 32);
   }
-  __syncthreads();  // the producers' copies have landed
+  __syncthreads();  // the producer's copies have landed
 }
 
 int64_t region_bytes(const Plan& p) {
-  const int64_t group = p.q_heads / p.kv_heads;
   return std::max<int64_t>({dense_operand_bytes(p.hidden), row_parallel_operand_bytes(p.q_columns()),
                             row_parallel_operand_bytes(p.moe_columns()),
-                            2 * p.hidden * 4,  // a row and its branch
-                            (kChunksPerStretch + 1) * group * (kHeadDim + 1) * 4 + group * kHeadDim * 2,  // attention
-                            static_cast<int64_t>(sizeof(float) * 2048 + 256) + p.moe_hidden * 4,          // router
-                            p.experts * 8 + kMaxPairs * 4,  // pairs by expert
+                            p.hidden * 4,  // a row
+                            static_cast<int64_t>(sizeof(AttentionShared)),
+                            std::max<int64_t>(sizeof(float) * 2048 + 256, p.moe_hidden * 6),  // router
+                            p.experts * 8 + kMaxPairs * 4,                                    // pairs by expert
                             int64_t{kMinUnits} * kUnitSumBytes});
 }
 

@@ -1,7 +1,7 @@
-// The weight ring: shared-memory slots that the producer warps fill with bulk copies, far ahead of the warps that
+// The weight ring: shared-memory slots that the producer warp fills with bulk copies, far ahead of the warps that
 // compute. Each chunk of weights is read by one warp, which then gives its slot back.
 //
-// Chunk c of a block's sequence lies in slot c mod slots. Producers and readers count chunks in the same order
+// Chunk c of a block's sequence lies in slot c mod slots. Producer and readers count chunks in the same order
 // (schedule.h), so all that passes between them is, per slot, two mbarriers and the number of the chunk asked for. The
 // number is needed because a parity tells a phase from the one before it only, and warps do not keep step: a reader may
 // be at a slot's next chunk while another still waits for this one.
@@ -23,6 +23,16 @@ __device__ __forceinline__ void barrier_arrive(uint64_t* barrier) {
   asm volatile("mbarrier.arrive.shared.b64 _, [%0];" ::"r"(shared_address(barrier)) : "memory");
 }
 
+// The same without the wait, for lanes that look at barriers of their own.
+__device__ __forceinline__ bool barrier_is_past(uint64_t* barrier, uint32_t parity) {
+  uint32_t passed;
+  asm volatile("{ .reg .pred p; mbarrier.test_wait.parity.shared.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }"
+               : "=r"(passed)
+               : "r"(shared_address(barrier)), "r"(parity)
+               : "memory");
+  return passed != 0;
+}
+
 // True once the phase with this parity is over; waits a short while by itself.
 __device__ __forceinline__ bool barrier_passed(uint64_t* barrier, uint32_t parity) {
   uint32_t passed;
@@ -33,14 +43,14 @@ __device__ __forceinline__ bool barrier_passed(uint64_t* barrier, uint32_t parit
   return passed != 0;
 }
 
-// Producers' sleep between two looks at a slot, ns: a small part of the time that a copy takes.
+// The producer's sleep between two looks at its slots, ns: a small part of the time that a copy takes.
 constexpr uint32_t kPollInterval = 100;
 
 struct RingShared {
   alignas(128) unsigned char slots[kSlots][kSlotBytes];
   uint64_t full[kSlots], empty[kSlots];
-  volatile uint32_t issued[kSlots];  // 1 + the last chunk that a producer asked for
-  uint64_t experts_known;            // one arrival per layer: the producers may read which experts are in use
+  volatile uint32_t issued[kSlots];  // 1 + the last chunk that was asked for
+  uint64_t experts_known;            // one arrival per layer: the producer may read which experts are in use
   volatile uint32_t leaving;         // somebody gave up: nobody waits any more
 };
 
@@ -56,7 +66,7 @@ class Ring {
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
   }
 
-  // A reader: chunk c. The producers leave only after the readers did, and a copy takes microseconds.
+  // A reader: chunk c. The producer leaves only after the readers did, and a copy takes microseconds.
   __device__ __forceinline__ const unsigned char* wait(uint32_t c) const {
     const uint32_t slot = c % kSlots, parity = (c >> kSlotsLog2) & 1u;
     while (s_.issued[slot] != c + 1 || !barrier_passed(&s_.full[slot], parity)) {
@@ -70,15 +80,10 @@ class Ring {
     if (lane == 0) barrier_arrive(&s_.empty[c % kSlots]);
   }
 
-  // A producer: until chunk c may be fetched. False: the block is leaving.
-  __device__ __forceinline__ bool wait_free(uint32_t c) const {
+  // The producer: whether chunk c may be fetched.
+  __device__ __forceinline__ bool is_free(uint32_t c) const {
     const uint32_t use = c >> kSlotsLog2;
-    if (use)
-      while (!barrier_passed(&s_.empty[c % kSlots], (use - 1) & 1u)) {
-        if (s_.leaving) return false;
-        __nanosleep(kPollInterval);
-      }
-    return true;
+    return use == 0 || barrier_is_past(&s_.empty[c % kSlots], (use - 1) & 1u);
   }
 
   // Chunk c = `bytes` (a multiple of 16) at `source`; its slot is free.
@@ -94,7 +99,7 @@ class Ring {
         : "memory");
   }
 
-  // By one warp once all producers have stopped: copies in flight must not land in the shared memory of the next block.
+  // By the producer warp at its end: copies in flight must not land in the shared memory of the next block.
   __device__ void drain(int lane) const {
     static_assert(kSlots == 32, "a lane per slot");
     if (const uint32_t issued = s_.issued[lane])
@@ -105,12 +110,13 @@ class Ring {
   __device__ void experts_known() const { barrier_arrive(&s_.experts_known); }
   __device__ bool wait_experts_known(uint32_t layer) const {
     while (!barrier_passed(&s_.experts_known, layer & 1u)) {
-      if (s_.leaving) return false;
+      if (leaving()) return false;
       __nanosleep(kPollInterval);
     }
     return true;
   }
   __device__ void leave() const { s_.leaving = 1; }
+  __device__ bool leaving() const { return __any_sync(~0u, s_.leaving); }
 
  private:
   RingShared& s_;

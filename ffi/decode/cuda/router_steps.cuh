@@ -11,65 +11,12 @@ class RouterSteps : public AttentionSteps {
  public:
   using AttentionSteps::AttentionSteps;
 
-  // Every rank routes every row for itself: choice, weights, normed pooled row as expert operand.
+  // Every rank routes every row for itself. A row's choice of experts and its expert operand are for two blocks.
   __device__ bool route_rows(int64_t l) {
-    const int own = static_cast<int>(p_.experts_rank()), half = static_cast<int>(p_.moe_columns()) / 2;
-    const int experts = static_cast<int>(p_.experts);
-    RouterRegion& sh = *region<RouterRegion>();
 #pragma unroll 1
-    for (int i = first_row(kRouteRows); i < rows(); i += blocks()) {
+    for (int unit = first_unit(kRouteRows); unit < 2 * rows(); unit += blocks()) {
       sync_block();
-#pragma unroll 1
-      for (int e = thread_index(); e < experts; e += kThreads) {
-        const int source = e / own;
-        const float bias = __ldg(a_.shared.router_bias + static_cast<int>(l) * experts + e);
-        const uint64_t* first =
-            slots_from(source, w_.logits, kMaxRows * own * kSegments) + (i * own + e - source * own) * kSegments;
-        uint32_t word[kSegments] = {};
-        wait(Phase::kRouter, [&](int s) { return first + s; }, [&](int) { return source; }, word);
-        float s[kSegments];
-#pragma unroll
-        for (int r = 0; r < kSegments; ++r) s[r] = bit_cast<float>(word[r]);
-        const float probability = sigmoid(tree8(s) * p_.router_multiplier);
-        sh.probability[e] = probability;
-        sh.key[e] = sortable(probability + bias);
-      }
-      constexpr int kWords = 2;
-#pragma unroll 1
-      for (int c0 = thread_index(); c0 < moe_hidden() / 2; c0 += kWords * kThreads) {
-        const auto at = [&](int e) { return min(c0 + e * kThreads, moe_hidden() / 2 - 1); };
-        uint32_t word[kWords] = {};
-        wait(
-            Phase::kRouter,
-            [&](int e) {
-              const int source = at(e) / half;
-              return slots_from(source, w_.pooled, kMaxRows * half) + i * half + at(e) - source * half;
-            },
-            [&](int e) { return at(e) / half; }, word);
-#pragma unroll
-        for (int e = 0; e < kWords; ++e)
-          reinterpret_cast<float2*>(sh.row)[at(e)] = {low_bf16(word[e]), high_bf16(word[e])};
-      }
-      if (!all_alive()) return false;
-      rank_experts(sh, experts);
-      const float r = inverse_rms(block_sumsq(moe_hidden(), sh.row, s_.partial), moe_hidden(), p_.eps);
-      if (thread_index() / 32 == kWarps - 1) weigh(l, i, sh);
-      const uint16_t* g = a_.shared.moe_gains + 2 * static_cast<int>(l) * moe_hidden();
-      uint16_t* out = mine<uint16_t>(w_.x) + i * expert_row(moe_hidden());
-#pragma unroll 1
-      for (int k0 = 0; k0 < moe_hidden(); k0 += kThreads) {
-        const int k = k0 + thread_index();
-        if (k >= moe_hidden()) break;  // whole warps: moe_hidden is a multiple of 128
-        uint16_t x = to_bf16((sh.row[k] * r) * from_bf16(__ldg(g + k)));
-        if (p_.kind[l].nvfp4 && p_.quantize_activations) {
-          const Quantized q = quantize(x, a_.shared.input_scales[2 * l]);
-          x = code_value(q.code, from_e4m3(q.scale));
-        }
-        const uint32_t two = pack(x, static_cast<uint16_t>(__shfl_down_sync(~0u, static_cast<uint32_t>(x), 1)));
-        if (k % 2 == 0)
-          *reinterpret_cast<uint32_t*>(operand_block(out, moe_hidden(), k / 16) + (k & 7) / 2 * 8 + (k >> 3 & 1) * 2) =
-              two;
-      }
+      if (!(unit % 2 ? make_operand(l, unit / 2) : choose_experts(l, unit / 2))) return false;
     }
     return true;
   }
@@ -79,7 +26,6 @@ class RouterSteps : public AttentionSteps {
     uint32_t key[1024];
     float probability[1024];
     int32_t chosen[kMaxTopK], order[kMaxTopK];
-    float row[];  // the pooled row
   };
 
   // Expert operands are rows of 16-bit numbers, each of eight segments padded to whole panels; a pair of 16-blocks lies
@@ -113,7 +59,7 @@ class RouterSteps : public AttentionSteps {
     uint8_t scale;
     uint32_t code;
   };
-  __device__ static Quantized quantize(uint16_t x, float input_scale) {
+  __device__ static Quantized quantize_lane(uint16_t x, float input_scale) {
     float amax = abs32(from_bf16(x));
     bool finite = bf16_finite(x);
 #pragma unroll
@@ -121,32 +67,125 @@ class RouterSteps : public AttentionSteps {
       amax = fmaxf(amax, __shfl_xor_sync(~0u, amax, step));
       finite = __shfl_xor_sync(~0u, finite, step) && finite;
     }
-    const uint8_t sf = finite ? to_e4m3_sat((amax / 6.0f) / input_scale) : kNan8;
-    const bool zero = sf == 0 || sf == kNan8;
-    return {sf, zero ? 0u : to_e2m1_sat(from_bf16(x) / (from_e4m3(sf) * input_scale))};
+    const uint8_t sf = block_scale(amax, finite, input_scale);
+    return {sf, sf == 0 || sf == kNan8 ? 0u : to_e2m1_sat(from_bf16(x) / (from_e4m3(sf) * input_scale))};
+  }
+  __device__ static uint8_t block_scale(float amax, bool finite, float input_scale) {
+    return finite ? to_e4m3_sat((amax / 6.0f) / input_scale) : kNan8;
   }
 
  private:
+  __device__ bool choose_experts(int64_t l, int i) {
+    const int own = static_cast<int>(p_.experts_rank()), experts = static_cast<int>(p_.experts);
+    RouterRegion& sh = *region<RouterRegion>();
+#pragma unroll 1
+    for (int e = thread_index(); e < experts; e += kThreads) {
+      const int source = e / own;
+      const float bias = __ldg(a_.shared.router_bias + static_cast<int>(l) * experts + e);
+      const uint64_t* first =
+          slots_from(source, w_.logits, kMaxRows * own * kSegments) + (i * own + e - source * own) * kSegments;
+      uint32_t word[kSegments] = {};
+      wait(Phase::kRouter, [&](int s) { return first + s; }, [&](int) { return source; }, word);
+      float s[kSegments];
+#pragma unroll
+      for (int r = 0; r < kSegments; ++r) s[r] = bit_cast<float>(word[r]);
+      const float probability = sigmoid(tree8(s) * p_.router_multiplier);
+      sh.probability[e] = probability;
+      sh.key[e] = sortable(probability + bias);
+    }
+    if (!all_alive()) return false;
+    rank_experts(sh, experts);
+    sync_block();
+    if (thread_index() < 32) weigh(l, i, sh);
+    return true;
+  }
+
+  // The pooled row, normed, as expert operand, a 16-block per thread. Two loops over a block's words, not one long
+  // piece of code: it runs once per layer, out of a cold instruction cache. Threads start at different words, for the
+  // banks' sake.
+  __device__ bool make_operand(int64_t l, int i) {
+    const int pairs = moe_hidden() / 2, half = static_cast<int>(p_.moe_columns()) / 2;
+    float2* row = region<float2>();
+    uint32_t* words = reinterpret_cast<uint32_t*>(row + pairs);  // gains, two by two; then the normed row
+    const uint32_t* gains = reinterpret_cast<const uint32_t*>(a_.shared.moe_gains) + static_cast<int>(l) * moe_hidden();
+    constexpr int kWords = 8;
+#pragma unroll 1
+    for (int c0 = thread_index(); c0 < pairs; c0 += kWords * kThreads) {
+      const auto at = [&](int e) { return min(c0 + e * kThreads, pairs - 1); };
+      uint32_t word[kWords] = {}, gain[kWords];
+#pragma unroll
+      for (int e = 0; e < kWords; ++e) gain[e] = __ldg(gains + at(e));
+      wait(
+          Phase::kRouter,
+          [&](int e) {
+            const int source = at(e) / half;
+            return slots_from(source, w_.pooled, kMaxRows * half) + i * half + at(e) - source * half;
+          },
+          [&](int e) { return at(e) / half; }, word);
+#pragma unroll
+      for (int e = 0; e < kWords; ++e) {
+        row[at(e)] = {low_bf16(word[e]), high_bf16(word[e])};
+        words[at(e)] = gain[e];
+      }
+    }
+    if (!all_alive()) return false;
+    const float r =
+        inverse_rms(block_sumsq(moe_hidden(), reinterpret_cast<const float*>(row), s_.partial), moe_hidden(), p_.eps);
+    uint16_t* out = mine<uint16_t>(w_.x) + i * expert_row(moe_hidden());
+    const bool quantized = p_.kind[l].nvfp4 && p_.quantize_activations;
+    const float input_scale = a_.shared.input_scales[2 * static_cast<int>(l)];
+#pragma unroll 1
+    for (int b = thread_index(); b < moe_hidden() / 16; b += kThreads) {
+      float amax = 0.0f;
+      bool finite = true;
+#pragma unroll 2
+      for (int k0 = 0; k0 < 8; ++k0) {
+        const int at = 8 * b + (k0 + b) % 8;
+        const float2 v = row[at];
+        const uint32_t gain = words[at];
+        const uint16_t x = to_bf16((v.x * r) * low_bf16(gain)), y = to_bf16((v.y * r) * high_bf16(gain));
+        words[at] = pack(x, y);
+        amax = fmaxf(amax, fmaxf(abs32(from_bf16(x)), abs32(from_bf16(y))));
+        finite = finite && bf16_finite(x) && bf16_finite(y);
+      }
+      const uint8_t sf = block_scale(amax, finite, input_scale);
+      const bool zero = sf == 0 || sf == kNan8;
+      const float scale = from_e4m3(sf), divisor = scale * input_scale;
+      const auto stands_for = [&](uint32_t two) {  // what the codes and their scale stand for
+        if (!quantized) return two;
+        const uint32_t x = zero ? 0u : to_e2m1_sat(low_bf16(two) / divisor);
+        const uint32_t y = zero ? 0u : to_e2m1_sat(high_bf16(two) / divisor);
+        return pack(code_value(x, scale), code_value(y, scale));
+      };
+      uint16_t* to = operand_block(out, moe_hidden(), b);
+#pragma unroll 1
+      for (int t0 = 0; t0 < 4; ++t0) {
+        const int t = (t0 + b) % 4;
+        *reinterpret_cast<uint2*>(to + t * 8) = uint2{stands_for(words[8 * b + t]), stands_for(words[8 * b + t + 4])};
+      }
+    }
+    return true;
+  }
+
   // Keys as unsigned numbers of the same order; NaN below all others.
   __device__ static uint32_t sortable(float key) {
     const uint32_t bits = bit_cast<uint32_t>(key == 0.0f ? 0.0f : key);  // -0 and +0 are equal
     return is_nan(key) ? 0u : bits >> 31 ? ~bits : bits | 0x80000000u;
   }
 
-  // The K largest keys in descending order, ties to the lowest id: two threads count who is ahead of an expert.
+  // The K largest keys in descending order, ties to the lowest id: a thread counts who is ahead of its expert.
   __device__ void rank_experts(RouterRegion& sh, int experts) const {
 #pragma unroll 1
-    for (int e0 = 0; e0 < experts; e0 += kThreads / 2) {
-      const int e = e0 + thread_index() / 2, odd = thread_index() % 2;
-      const uint32_t mine = sh.key[min(e, experts - 1)];
+    for (int e = thread_index(); e < experts; e += kThreads) {
+      const uint32_t own = sh.key[e];
       int ahead = 0;
-#pragma unroll 4
-      for (int o = odd; o < experts; o += 2) {
-        const uint32_t other = sh.key[o];
-        ahead += other > mine || (other == mine && o < e);
+#pragma unroll 2
+      for (int o = 0; o < experts; o += 4) {  // a multiple of eight
+        const uint4 four = *reinterpret_cast<const uint4*>(sh.key + o);
+        ahead += (four.x > own || (four.x == own && o < e)) + (four.y > own || (four.y == own && o + 1 < e)) +
+                 (four.z > own || (four.z == own && o + 2 < e)) + (four.w > own || (four.w == own && o + 3 < e));
       }
-      ahead += __shfl_xor_sync(~0u, ahead, 1);
-      if (e < experts && ahead < top_k() && !odd) sh.chosen[ahead] = e;
+      if (ahead < top_k()) sh.chosen[ahead] = e;
     }
   }
 

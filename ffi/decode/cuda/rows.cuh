@@ -15,13 +15,13 @@ struct DeviceRows {
   uint8_t index[kMaxRows];           // among the sequence's rows: K and V go to slot position committed + index
   uint8_t path[kMaxRows][kMaxRows];  // path[i][d]: index of the in-flight row at position committed + d that row i sees
 
-  __device__ int64_t slot_position(int i, int64_t position) const {
+  __device__ int slot_position(int i, int position) const {
     return position < committed[i] ? position : committed[i] + path[i][position - committed[i]];
   }
 };
 
 // By all computing threads of a block (at least kMaxRows); `rows` is shared memory.
-__device__ inline void resolve_rows(const Plan& plan, const SharedPointers& shared, DeviceRows& rows) {
+inline __device__ __noinline__ void resolve_rows(const Plan& plan, const SharedPointers& shared, DeviceRows& rows) {
   const int t = thread_index(), total = static_cast<int>(plan.rows);
   __shared__ uint8_t compact[kMaxRows], index_of[kMaxRows];
   if (t == 0) {

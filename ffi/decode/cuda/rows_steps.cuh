@@ -1,7 +1,5 @@
-// Rows, one block each: embedding, norms, the residual stream, and the owners' part of a row-parallel GEMM.
-//
-// A thread works on quads, four neighbouring columns, with all its loads in flight at once: a row is the work of one
-// block, and everybody waits for it.
+// Rows: embedding, norms, the residual stream, and the owners' part of a row-parallel GEMM. Threads work on four
+// neighbouring columns.
 #pragma once
 
 #include "ffi/decode/cuda/dense_steps.cuh"
@@ -25,118 +23,149 @@ class RowSteps : public DenseSteps {
 #pragma unroll 1
       for (int c = thread_index(); c < hidden(); c += kThreads) stream(i)[c] = x[c] = from[c];
       sync_block();
-      if (p_.layer_begin < p_.layer_end) run_phase<&RowSteps::norm_to_h>(s_, i, x, gain(p_.layer_begin, 0));
+      if (p_.layer_begin < p_.layer_end) norm_to_h(i, x, gain(p_.layer_begin, 0));
     }
     return true;
   }
 
-  // As owner of output columns me() * hidden / 8 ...: adds the eight ranks' partial sums in the contract's order and
-  // gives everybody the rounded result, two columns per thread; neighbouring warps' work goes to different blocks.
-  __device__ bool reduce(int which) {
-    const int lane = thread_index() % 32, owned = hidden() / kRanks, half = owned / 2, per_source = kMaxRows * owned;
+  // As owner of one segment of the output columns: adds the eight ranks' partial sums in the contract's order and gives
+  // everybody the rounded results, and the segment's sum of squares for the norm that follows. A block per row.
+  __device__ bool reduce(int64_t l, int which) {
+    const int owned = hidden() / kRanks, per_source = kMaxRows * owned;
     const Phase phase = which ? Phase::kCombine : Phase::kOutput;
+    float4* z = region<float4>();
+    const uint16_t* scale = gain(l, 2) + me() * owned;
 #pragma unroll 1
-    for (int at = (thread_index() / 32 * blocks() + block()) * 32 + lane; at < rows() * half;
-         at += blocks() * kThreads) {
-      const int i = at / half, c = at - i * half;
-      const uint64_t* first = slots_from(0, w_.partial[which], per_source) + i * owned + 2 * c;
-      uint32_t word[2 * kRanks] = {};
-      wait(phase, [&](int e) { return first + e / 2 * per_source + e % 2; }, [](int e) { return e / 2; }, word);
-      float s[2][kRanks];
+    for (int i = block(); i < rows(); i += blocks()) {
+#pragma unroll 1
+      for (int q = thread_index(); q < owned / 4; q += kThreads) {
+        uint16_t y[4];
+#pragma unroll 1
+        for (int half = 0; half < 2; ++half) {
+          const uint64_t* first = slots_from(0, w_.partial[which], per_source) + i * owned + 4 * q + 2 * half;
+          uint32_t word[2 * kRanks] = {};
+          wait(phase, [&](int e) { return first + e / 2 * per_source + e % 2; }, [](int e) { return e / 2; }, word);
+          if (place_.gave_up) break;
+          float s[2][kRanks];
 #pragma unroll
-      for (int e = 0; e < 2 * kRanks; ++e) s[e % 2][e / 2] = bit_cast<float>(word[e]);
-      push_all(w_.branch[which], kMaxRows * half, at, pack(to_bf16(tree8(s[0])), to_bf16(tree8(s[1]))));
+          for (int e = 0; e < 2 * kRanks; ++e) s[e % 2][e / 2] = bit_cast<float>(word[e]);
+          const uint32_t two = pack(to_bf16(tree8(s[0])), to_bf16(tree8(s[1])));
+          push_all(w_.branch[which], kMaxRows * (owned / 2), i * (owned / 2) + 2 * q + half, two);
+          (half ? y[2] : y[0]) = static_cast<uint16_t>(two);
+          (half ? y[3] : y[1]) = static_cast<uint16_t>(two >> 16);
+        }
+        z[q] = branch_value({from_bf16(y[0]), from_bf16(y[1]), from_bf16(y[2]), from_bf16(y[3])}, scale, q, which);
+      }
+      if (!all_alive()) return false;
+      const float sum = segment_sumsq(reinterpret_cast<const float*>(z), owned);
+      if (thread_index() < kRanks)
+        store_slot(slots_to(thread_index(), w_.branch_sums[which], kMaxRows) + i, bit_cast<uint32_t>(sum),
+                   place_.epoch);
+      sync_block();  // z is read
+    }
+    return true;
+  }
+
+  // Adds the branch that the row-parallel exchange `which` brought to the stream, and norms it for what follows. A unit
+  // is a segment of a row; the segments of a row meet twice, by their sums of squares.
+  __device__ bool branch(int64_t l, int which) {
+    const int owned = hidden() / kRanks, units = rows() * kSegments;
+    const float* alpha = global(a_.shared.gates) + (4 * static_cast<int>(l) + 2 * which) * hidden();
+    const bool last = which == 1 && l + 1 == p_.layer_end, tap_rank = me() == a_.local[0];
+    float4* x = region<float4>();
+#pragma unroll 1
+    for (int unit = block(); unit < units; unit += blocks()) {
+      const int i = unit / kSegments, segment = unit % kSegments;
+      const int64_t row = s_.rows.row[i];
+      const int64_t tap = (int64_t{2 * static_cast<int>(l - p_.layer_begin) + which} * p_.rows + row) * hidden();
+#pragma unroll 1
+      for (int q = thread_index(); q < owned / 4; q += kThreads) {
+        const int column = segment * owned + 4 * q;
+        const float4 s = __ldcg(reinterpret_cast<const float4*>(stream(i) + column)),
+                     a = __ldg(reinterpret_cast<const float4*>(alpha + column)),
+                     b = __ldg(reinterpret_cast<const float4*>(alpha + hidden() + column));
+        const uint64_t* sums = slots_from(0, w_.branch_sums[which], kMaxRows) + i;
+        const uint64_t* words = slots_from(segment, w_.branch[which], kMaxRows * (owned / 2)) + i * (owned / 2) + 2 * q;
+        uint32_t word[kRanks + 2] = {};
+        wait(
+            Phase::kBranch, [&](int e) { return e < kRanks ? sums + e * kMaxRows : words + e - kRanks; },
+            [&](int e) { return e < kRanks ? e : segment; }, word, kBranchGrace);
+        if (place_.gave_up) break;  // nothing of this is to be seen
+        float ss[kRanks];
+#pragma unroll
+        for (int r = 0; r < kRanks; ++r) ss[r] = bit_cast<float>(word[r]);
+        const float r = inverse_rms(tree8(ss), hidden(), p_.post_eps);
+        const float4 y = branch_value(
+            {low_bf16(word[kRanks]), high_bf16(word[kRanks]), low_bf16(word[kRanks + 1]), high_bf16(word[kRanks + 1])},
+            gain(l, 2) + segment * owned, q, which);
+        const auto add = [r](float stream, float alpha, float beta, float y) {
+          return canonical(alpha * stream + beta * round_bf16(y * r));
+        };
+        const float4 sum = {add(s.x, a.x, b.x, y.x), add(s.y, a.y, b.y, y.y), add(s.z, a.z, b.z, y.z),
+                            add(s.w, a.w, b.w, y.w)};
+        *reinterpret_cast<float4*>(stream(i) + column) = sum;
+        x[q] = sum;
+        if (tap_rank && last) *reinterpret_cast<float4*>(a_.results.stream + row * hidden() + column) = sum;
+        if (tap_rank && a_.results.tap_residuals)
+          *reinterpret_cast<float4*>(a_.results.tap_residuals + tap + column) = sum;
+      }
+      if (!all_alive()) return false;
+      const float sum = segment_sumsq(reinterpret_cast<const float*>(x), owned);
+      if (thread_index() == 0)
+        store_slot(mine<uint64_t>(w_.row_sums[which]) + unit, bit_cast<uint32_t>(sum), place_.epoch);
+      sync_block();  // x is read
+    }
+    if (last) return true;
+    const uint16_t* g = which == 0 ? gain(l, 1) : gain(l + 1, 0);
+    uint16_t* h = mine<uint16_t>(w_.h);
+#pragma unroll 1
+    for (int unit = block(); unit < units; unit += blocks()) {
+      const int i = unit / kSegments, segment = unit % kSegments;
+#pragma unroll 1
+      for (int q = thread_index(); q < owned / 4; q += kThreads) {
+        const int column = segment * owned + 4 * q;
+        const float4 s = __ldcg(reinterpret_cast<const float4*>(stream(i) + column)), n = gains_of(g, column / 4);
+        const uint64_t* sums = mine<uint64_t>(w_.row_sums[which]) + i * kSegments;
+        uint32_t word[kSegments] = {};
+        wait(Phase::kBranch, [&](int e) { return sums + e; }, [&](int) { return me(); }, word, kBarrierGrace);
+        float ss[kSegments];
+#pragma unroll
+        for (int r = 0; r < kSegments; ++r) ss[r] = bit_cast<float>(word[r]);
+        store_h(h, i, column, s, inverse_rms(tree8(ss), hidden(), p_.eps), n, hidden());
+      }
     }
     return all_alive();
   }
 
-  // Adds the branch that the row-parallel exchange `which` brought to the stream, and norms it for what follows.
-  __device__ bool branch(int64_t l, int which) {
-    float *x = region<float>(), *y = x + hidden();
-    const float* alpha = a_.shared.gates + (4 * static_cast<int>(l) + 2 * which) * hidden();
-    const float* beta = alpha + hidden();
-    const uint16_t* scale = gain(l, 2);
-#pragma unroll 1
-    for (int i = first_row(kBranchRows); i < rows(); i += blocks()) {
-      sync_block();
-#pragma unroll 1
-      for (int q0 = thread_index(); q0 < hidden() / 4; q0 += kQuads * kThreads) {
-        uint32_t word[2 * kQuads] = {};
-        const int half = hidden() / kRanks / 2;
-        const auto index = [&](int e) { return 2 * quad(q0, e / 2) + e % 2; };  // of a pair of columns
-        wait(
-            Phase::kBranch,
-            [&](int e) {
-              const int owner = index(e) / half;
-              return slots_from(owner, w_.branch[which], kMaxRows * half) + i * half + index(e) - owner * half;
-            },
-            [&](int e) { return index(e) / half; }, word);
-#pragma unroll
-        for (int e = 0; e < kQuads; ++e) {
-          float4 v = {low_bf16(word[2 * e]), high_bf16(word[2 * e]), low_bf16(word[2 * e + 1]),
-                      high_bf16(word[2 * e + 1])};
-          if (which == 1) {  // scale first
-            const float4 g = gains_of(scale, quad(q0, e));
-            v = {round_bf16(v.x * g.x), round_bf16(v.y * g.y), round_bf16(v.z * g.z), round_bf16(v.w * g.w)};
-          }
-          reinterpret_cast<float4*>(y)[quad(q0, e)] = v;
-        }
-      }
-      if (!all_alive()) return false;
-      const float r = inverse_rms(block_sumsq(hidden(), y, s_.partial), hidden(), p_.post_eps);
-      float* tap =
-          a_.results.tap_residuals && me() == a_.local[0]
-              ? a_.results.tap_residuals +
-                    (int64_t{2 * static_cast<int>(l - p_.layer_begin) + which} * p_.rows + s_.rows.row[i]) * hidden()
-              : nullptr;
-#pragma unroll 1
-      for (int q0 = thread_index(); q0 < hidden() / 4; q0 += kQuads * kThreads) {
-        float4 s[kQuads], a[kQuads], b[kQuads];
-#pragma unroll
-        for (int e = 0; e < kQuads; ++e) {
-          s[e] = reinterpret_cast<const float4*>(stream(i))[quad(q0, e)];
-          a[e] = __ldg(reinterpret_cast<const float4*>(alpha) + quad(q0, e));
-          b[e] = __ldg(reinterpret_cast<const float4*>(beta) + quad(q0, e));
-        }
-#pragma unroll
-        for (int e = 0; e < kQuads; ++e) {
-          const float4 v = reinterpret_cast<const float4*>(y)[quad(q0, e)];
-          const auto add = [r](float stream, float alpha, float beta, float y) {
-            return canonical(alpha * stream + beta * round_bf16(y * r));
-          };
-          const float4 sum = {add(s[e].x, a[e].x, b[e].x, v.x), add(s[e].y, a[e].y, b[e].y, v.y),
-                              add(s[e].z, a[e].z, b[e].z, v.z), add(s[e].w, a[e].w, b[e].w, v.w)};
-          if (q0 + e * kThreads >= hidden() / 4) break;  // the clamped quad is another thread's to change
-          reinterpret_cast<float4*>(stream(i))[q0 + e * kThreads] = sum;
-          reinterpret_cast<float4*>(x)[q0 + e * kThreads] = sum;
-          if (tap) reinterpret_cast<float4*>(tap)[q0 + e * kThreads] = sum;
-        }
-      }
-      sync_block();
-      if (which == 0 || l + 1 < p_.layer_end)
-        run_phase<&RowSteps::norm_to_h>(s_, i, x, which == 0 ? gain(l, 1) : gain(l + 1, 0));
-    }
-    return true;
-  }
-
-  __device__ void store_stream() {
-    if (me() != a_.local[0]) return;
-#pragma unroll 1
-    for (int i = first_row(kBranchRows); i < rows(); i += blocks())
-#pragma unroll 1
-      for (int c = thread_index(); c < hidden(); c += kThreads)
-        a_.results.stream[s_.rows.row[i] * hidden() + c] = stream(i)[c];
-  }
-
  private:
-  static constexpr int kQuads = 2;  // of a thread at once: more would be code that the instruction cache cannot hold
-
-  // A thread's quads lie kThreads apart; past the end the last one is read again.
-  __device__ int quad(int q0, int e) const { return min(q0 + e * kThreads, hidden() / 4 - 1); }
-
   __device__ static float4 gains_of(const uint16_t* g, int quad) {
     const uint2 two = __ldg(reinterpret_cast<const uint2*>(g) + quad);
     return {low_bf16(two.x), high_bf16(two.x), low_bf16(two.y), high_bf16(two.y)};
+  }
+
+  // What the norm of a branch sees of four columns: the branch itself, or, scale first, times its gain.
+  __device__ static float4 branch_value(float4 y, const uint16_t* scale, int quad, int which) {
+    if (which == 0) return y;
+    const float4 g = gains_of(scale, quad);
+    return {round_bf16(y.x * g.x), round_bf16(y.y * g.y), round_bf16(y.z * g.z), round_bf16(y.w * g.w)};
+  }
+
+  // lanes(x, x) over one segment in shared memory, by the first warp; its lanes get the sum.
+  __device__ static float segment_sumsq(const float* x, int length) {
+    if (thread_index() >= 32) return 0.0f;
+    const int lane = thread_index();
+    float sum = 0.0f;
+    if (lane < kLanes) {
+#pragma unroll 8
+      for (int i = lane; i < length; i += kLanes) sum = fma1(x[i], x[i], sum);
+    }
+    return fold_warp(sum);
+  }
+
+  __device__ static void store_h(uint16_t* h, int i, int column, float4 v, float r, float4 n, int width) {
+    uint32_t* to = reinterpret_cast<uint32_t*>(h + column_tile_at(i, column, width));
+    to[0] = pack(to_bf16((v.x * r) * n.x), to_bf16((v.y * r) * n.y));
+    to[4] = pack(to_bf16((v.z * r) * n.z), to_bf16((v.w * r) * n.w));  // the next lane's
   }
 
   // The owner of a token's embedding row norms it and gives it to everybody through the branch slots.
@@ -171,30 +200,19 @@ class RowSteps : public DenseSteps {
         uint32_t word[1] = {};
         wait(
             Phase::kEmbed, [&](int) { return slots_from(c / half, w_.branch[0], per_source) + i * half + c % half; },
-            [&](int) { return s_.rows.token[i] / own; }, word);
+            [&](int) { return s_.rows.token[i] / own; }, word, kBarrierGrace);
         stream(i)[2 * c] = canonical(low_bf16(word[0]));
         stream(i)[2 * c + 1] = canonical(high_bf16(word[0]));
       }
     return all_alive();
   }
 
-  // A row of the stream -> the GEMM operand h.
-  __device__ void norm_to_h(int i, float* x, const uint16_t* g) {
+  // A row of the stream -> the GEMM operand h; for the first layer.
+  __device__ void norm_to_h(int i, const float* x, const uint16_t* g) {
     const float r = inverse_rms(block_sumsq(hidden(), x, s_.partial), hidden(), p_.eps);
-    uint16_t* h = mine<uint16_t>(w_.h);
 #pragma unroll 1
-    for (int q0 = thread_index(); q0 < hidden() / 4; q0 += kQuads * kThreads) {
-      float4 gains[kQuads];
-#pragma unroll
-      for (int e = 0; e < kQuads; ++e) gains[e] = gains_of(g, quad(q0, e));
-#pragma unroll
-      for (int e = 0; e < kQuads; ++e) {
-        const float4 v = reinterpret_cast<const float4*>(x)[quad(q0, e)], n = gains[e];
-        uint32_t* to = reinterpret_cast<uint32_t*>(h + column_tile_at(i, 4 * quad(q0, e), hidden()));
-        to[0] = pack(to_bf16((v.x * r) * n.x), to_bf16((v.y * r) * n.y));
-        to[4] = pack(to_bf16((v.z * r) * n.z), to_bf16((v.w * r) * n.w));  // the next lane's
-      }
-    }
+    for (int q = thread_index(); q < hidden() / 4; q += kThreads)
+      store_h(mine<uint16_t>(w_.h), i, 4 * q, reinterpret_cast<const float4*>(x)[q], r, gains_of(g, q), hidden());
   }
 
   __device__ void clear_inactive() {

@@ -5,6 +5,7 @@
 // AttentionSteps, RouterSteps, ExpertSteps, and Step in layers.cu, which runs them in order.
 #pragma once
 
+#include "ffi/decode/cuda/attention_schedule.cuh"
 #include "ffi/decode/cuda/launches.h"
 #include "ffi/decode/cuda/norms.cuh"
 #include "ffi/decode/cuda/ring.cuh"
@@ -19,6 +20,7 @@ struct BlockShared {
   StepArgs args;
   Place place;
   DeviceRows rows;
+  AttentionSchedule attention;
   float partial[kSegments];
   // The experts in use, ascending, in slices of at most eight (row, slot) pairs: the columns of one tensor-core tile.
   uint16_t pairs[kMaxPairs];  // by expert
@@ -45,7 +47,6 @@ enum class Mark : uint8_t {
   kFirst,
   kGather,
   kSecond,
-  kSums,
   kCombine
 };
 
@@ -55,15 +56,27 @@ __device__ __forceinline__ uint32_t pack(uint16_t low, uint16_t high) {
 __device__ __forceinline__ float low_bf16(uint32_t two) { return from_bf16(static_cast<uint16_t>(two)); }
 __device__ __forceinline__ float high_bf16(uint32_t two) { return from_bf16(static_cast<uint16_t>(two >> 16)); }
 
+extern __shared__ __align__(128) unsigned char block_memory[];
+
+// Named, not passed: the compiler then knows that it is shared memory.
+__device__ __forceinline__ BlockShared& block_shared() { return *reinterpret_cast<BlockShared*>(block_memory); }
+
+// Pointers that come out of shared memory could point anywhere; these are global.
+template <typename T>
+__device__ __forceinline__ T* global(T* p) {
+  __builtin_assume(__isGlobal(p));
+  return p;
+}
+
 // Runs one phase as a function of its own, so that the compiler shares out registers phase by phase instead of keeping
 // one phase's numbers through the others.
 template <auto kPhase, typename Steps, typename Result, typename... Args>
-__device__ __noinline__ Result run_phase_of(Result (Steps::*)(Args...), BlockShared& shared, Args... args) {
-  return (Steps(shared).*kPhase)(args...);
+__device__ __noinline__ Result run_phase_of(Result (Steps::*)(Args...), Args... args) {
+  return (Steps(block_shared()).*kPhase)(args...);
 }
 template <auto kPhase, typename... Args>
-__device__ __forceinline__ auto run_phase(BlockShared& shared, Args... args) {
-  return run_phase_of<kPhase>(kPhase, shared, args...);
+__device__ __forceinline__ auto run_phase(Args... args) {
+  return run_phase_of<kPhase>(kPhase, args...);
 }
 
 class StepBase {
@@ -86,14 +99,14 @@ class StepBase {
   __device__ int blocks() const { return static_cast<int>(place_.size); }
   __device__ int block() const { return static_cast<int>(place_.index); }
 
-  // The first row of this block in a phase that gives each row to one block. Phases start at different blocks, so that
-  // no multiprocessor needs the code of them all: its instruction cache holds about 128 KB.
-  enum RowPhase { kBranchRows = 4, kRouteRows = 5, kCombineRows = 6 };  // eighths of the blocks
-  __device__ int first_row(RowPhase phase) const { return (block() + blocks() - blocks() * phase / 8) % blocks(); }
+  // The first unit of this block in a phase that has few. Phases start at different blocks, so that no multiprocessor
+  // needs the code of them all: its instruction cache holds about 128 KB.
+  enum RowPhase { kRouteRows = 4, kCombineRows = 6 };  // eighths of the blocks
+  __device__ int first_unit(RowPhase phase) const { return (block() + blocks() - blocks() * phase / 8) % blocks(); }
 
   template <typename T>
   __device__ T* mine(int64_t offset) const {
-    return reinterpret_cast<T*>(a_.workspace[me()] + offset);
+    return global(reinterpret_cast<T*>(a_.workspace[me()] + offset));
   }
   template <typename T>
   __device__ T* region(int bytes = 0) const {
@@ -109,7 +122,7 @@ class StepBase {
   // Where this rank stores for rank `to`. Alone on its own (loopback), a rank plays all its peers: what it would send
   // them it stores as if they had sent it.
   __device__ uint64_t* slots_to(int to, int64_t offset, int per_source) const {
-    return reinterpret_cast<uint64_t*>(a_.workspace[to] + offset) + (a_.loopback ? to : me()) * per_source;
+    return global(reinterpret_cast<uint64_t*>(a_.workspace[to] + offset)) + (a_.loopback ? to : me()) * per_source;
   }
   __device__ void push_all(int64_t offset, int per_source, int word, uint32_t data) const {
     const uint32_t epoch = place_.epoch;
@@ -133,10 +146,10 @@ class StepBase {
 #endif
   }
 
-  // N slots' data, all loads in flight together. slot(r) and source(r) say where and from whom. Without data when
-  // somebody gave up: the next barrier says so.
+  // N slots' data, all loads in flight together. slot(r) and source(r) say where and from whom; grace: kBranchGrace.
+  // Without data when somebody gave up: the next barrier says so.
   template <int N, typename Slot, typename Source>
-  __device__ __forceinline__ void wait(Phase phase, Slot slot, Source source, uint32_t (&data)[N]) {
+  __device__ __forceinline__ void wait(Phase phase, Slot slot, Source source, uint32_t (&data)[N], uint64_t grace = 0) {
     const uint32_t epoch = place_.epoch;
     for (uint32_t spins = 1; !place_.gave_up; ++spins) {
       uint64_t word[N];
@@ -149,7 +162,7 @@ class StepBase {
         if (static_cast<uint32_t>(word[r] >> 32) != epoch) missing = r;
       }
       if (missing < 0) return;
-      if (spins % 64 == 0 && should_leave(place_, phase, source(missing))) place_.gave_up = 1;
+      if (spins % 64 == 0 && should_leave(place_, phase, source(missing), grace)) place_.gave_up = 1;
     }
   }
 
@@ -165,7 +178,7 @@ class StepBase {
   }
 
   __device__ const uint16_t* gain(int64_t l, int which) const {
-    return a_.shared.hidden_gains + (3 * static_cast<int>(l) + which) * hidden();
+    return global(a_.shared.hidden_gains) + (3 * static_cast<int>(l) + which) * hidden();
   }
 
   const StepArgs& a_;

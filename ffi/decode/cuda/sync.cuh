@@ -27,12 +27,6 @@ __device__ __forceinline__ uint64_t now() {
   return t;
 }
 
-__device__ __forceinline__ uint32_t load_acquire(const uint32_t* p) {
-  uint32_t v;
-  asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(v) : "l"(p) : "memory");
-  return v;
-}
-
 __device__ __forceinline__ uint32_t load_relaxed(const uint32_t* p) {
   uint32_t v;
   asm volatile("ld.relaxed.sys.global.u32 %0, [%1];" : "=r"(v) : "l"(p) : "memory");
@@ -75,6 +69,8 @@ inline __device__ __noinline__ void give_up(const Place& place, ReportCode code,
 
 // Blocks at their rank's barrier give those who wait for another rank time to report first: they know whom.
 constexpr uint64_t kBarrierGrace = 250'000'000;  // ns
+// Likewise who waits for sums that a rank cannot make because it waits itself; longer than kReportGrace.
+constexpr uint64_t kBranchGrace = 125'000'000;
 
 // Looked at now and then by whoever spins.
 inline __device__ __noinline__ bool should_leave(const Place& place, Phase phase, uint32_t source, uint64_t grace = 0) {
@@ -88,14 +84,13 @@ inline __device__ __noinline__ bool should_leave(const Place& place, Phase phase
 inline __device__ __noinline__ bool rank_barrier(Place& place, Phase phase) {
   sync_block();
   if (thread_index() == 0) {
-    __threadfence();
-    atomicAdd(&place.control->barrier, 1u);
+    uint32_t* barrier = &place.control->barrier;
+    asm volatile("red.release.gpu.global.add.u32 [%0], 1;" ::"l"(barrier) : "memory");
     const uint32_t target = place.arrivals += place.size;
-    // The count runs on through all launches and wraps around.
-    for (uint32_t spins = 1; !place.gave_up && static_cast<int32_t>(load_acquire(&place.control->barrier) - target) < 0;
-         ++spins)
+    // The count runs on through all launches and wraps around. Polled relaxed, because every acquire empties L1.
+    for (uint32_t spins = 1; !place.gave_up && static_cast<int32_t>(load_relaxed(barrier) - target) < 0; ++spins)
       if (spins % 256 == 0 && should_leave(place, phase, place.rank, kBarrierGrace)) place.gave_up = 1;
-    __threadfence();
+    asm volatile("fence.acq_rel.gpu;" ::: "memory");
   }
   sync_block();
   return !place.gave_up;
