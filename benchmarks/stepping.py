@@ -126,13 +126,14 @@ def describe(config: MuseSparkConfig) -> str:
 
 
 def timed(run: Callable[[], Any], repeats: int, steps: int) -> Times:
-    """Times of `run`, which makes `steps` steps and returns what to block on; one more run first, not counted."""
+    """Times of `run`, which makes `steps` steps and returns what to block on; two more runs first: XLA compiles in one
+    and records CUDA graphs in the next."""
     times = []
-    for _ in range(repeats + 1):
+    for _ in range(repeats + 2):
         begin = time.perf_counter()
         jax.block_until_ready(run())
         times.append((time.perf_counter() - begin) / steps)
-    return Times(float(np.median(times[1:])), max(times[1:]) - min(times[1:]))
+    return Times(float(np.median(times[2:])), max(times[2:]) - min(times[2:]))
 
 
 class Steps:

@@ -31,8 +31,23 @@ class Communicator:
         """
         self._config, self._mesh = config, check_mesh(mesh)
         self.key = 0
-        if next(iter(self._mesh.devices.flat)).platform != "cpu":
+        if self._shares():
             self._open()
+
+    def _shares(self) -> bool:
+        return next(iter(self._mesh.devices.flat)).platform != "cpu"
+
+    def open_key(self) -> int:
+        """The key that calls carry.
+
+        Raises:
+            ValueError: the communicator was closed.
+        """
+        if self._shares() and not self.key:
+            raise ValueError(
+                "the communicator of these weights was closed; rebuild() it, or repack the weights with an open one"
+            )
+        return self.key
 
     def _open(self) -> None:
         if "CUDA" not in _native.PLATFORMS:
@@ -66,12 +81,12 @@ class Communicator:
 
     def rebuild(self) -> None:
         """Free everything and allocate it anew, under a new key; programs are compiled again for it."""
-        if self.key:
+        if self._shares():
             self.close()
             self._open()
 
     def close(self) -> None:
-        """Free the workspaces; block on all steps first. Later calls that carry the key raise."""
+        """Free the workspaces; block on all steps first. Later calls raise, until `rebuild()`."""
         if self.key:
             _cuda().destroy_communicator(self.key)
             self.key = 0

@@ -381,6 +381,16 @@ def test_programs_of_an_earlier_session_are_not_reused(model):
         assert run(weights) == key
 
 
+def test_a_closed_communicator_says_so(model, monkeypatch):
+    """On GPUs; on the CPU there is nothing to close."""
+    weights = dataclasses.replace(model.weights, communicator=Communicator(model.config, model.mesh))
+    weights.communicator.close()
+    assert weights.communicator.open_key() == 0
+    monkeypatch.setattr(Communicator, "_shares", lambda _: True)
+    with pytest.raises(ValueError, match=r"was closed; rebuild\(\) it"):
+        jax.jit(decode_step)(weights, model.state(1), jnp.array([1]))
+
+
 # Memory --------------------------------------------------------------------------------------------------------------
 
 

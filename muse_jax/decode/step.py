@@ -136,7 +136,7 @@ def run_layers(
             scalars=_scalars(config),
             layer_kinds=_kinds(config),
             taps=np.bool_(taps),
-            communicator=np.int64(weights.communicator.key),
+            communicator=np.int64(weights.communicator.open_key()),
             silent_rank=np.int64(-1 if silent_rank is None else silent_rank),
             wait_limit=_wait_limit(weights, wait_limit),
         )
@@ -194,7 +194,7 @@ def run_head(
             ranks, stream, gain, lm_head, sequence, epoch,
             vocab=np.int64(config.vocab_size), eps=np.float32(config.rms_norm_eps),
             multiplier=np.float32(config.output_multiplier), cap=np.float32(config.final_logit_softcapping),
-            communicator=np.int64(weights.communicator.key), wait_limit=_wait_limit(weights, wait_limit),
+            communicator=np.int64(weights.communicator.open_key()), wait_limit=_wait_limit(weights, wait_limit),
         )  # fmt: skip
         return jnp.swapaxes(logits, 0, 1).reshape(count, -1), token, nan
 
