@@ -9,13 +9,13 @@ namespace muse {
 MUSE_FN float bits32(uint32_t u) { return bit_cast<float>(u); }
 MUSE_FN float power_of_two(int n) { return bits32(static_cast<uint32_t>(n + 127) << 23); }
 
-// exp(c) = y 2^n; n also stands in the low bits of `shifted`.
+// exp(c) = y 2^n with n = shifted - kShift, whose low bits are n.
+constexpr float kShift = 12582912.0f;  // 1.5 * 2^23
 struct ExpParts {
-  float y, n, shifted;
+  float y, shifted;
 };
 MUSE_FN ExpParts exp_parts(float c) {
-  const float t = fma1(c, bits32(0x3FB8AA3Bu), 12582912.0f);  // 1.5 * 2^23: leaves round(x / ln 2) in the low bits
-  const float n = t - 12582912.0f;
+  const float shifted = fma1(c, bits32(0x3FB8AA3Bu), kShift), n = shifted - kShift;  // n = round(c / ln 2)
   float r = fma1(n, -0.693359375f, c);  // ln 2 in two parts, the first exact times any |n| < 2^13
   r = fma1(n, bits32(0x395E8083u), r);
   float p = bits32(0x3950DAE6u);
@@ -24,7 +24,7 @@ MUSE_FN ExpParts exp_parts(float c) {
   p = fma1(p, r, bits32(0x3D2AAA40u));
   p = fma1(p, r, bits32(0x3E2AAAABu));
   p = fma1(p, r, bits32(0x3F000000u));
-  return {fma1(p, r * r, r) + 1.0f, n, t};
+  return {fma1(p, r * r, r) + 1.0f, shifted};
 }
 
 MUSE_FN float exp1(float x) {
@@ -32,7 +32,7 @@ MUSE_FN float exp1(float x) {
   const float kHigh = bits32(0x42B17217u), kLow = -104.0f;
   const ExpParts e = exp_parts(x > kHigh ? kHigh : (x >= kLow ? x : kLow));
   // Two factors, because 2^n alone leaves the normal range at both ends; the first product is exact.
-  const int k = static_cast<int>(e.n), k1 = k >> 1, k2 = k - k1;
+  const int k = static_cast<int>(e.shifted - kShift), k1 = k >> 1, k2 = k - k1;
   const float result = (e.y * power_of_two(k1)) * power_of_two(k2);
   return is_nan(x) ? nan32() : x > kHigh ? inf32() : x < kLow ? 0.0f : result;
 }

@@ -68,18 +68,16 @@ __global__ void __launch_bounds__(kThreads) attention_kernel(Attention op, const
   const int64_t tile = tiles - 1 - blockIdx.x / (op.batch * op.kv_heads), rest = blockIdx.x % (op.batch * op.kv_heads);
   const int64_t sequence = rest / op.kv_heads, kv_head = rest % op.kv_heads;
 
-  // This thread's two rows, eight apart.
-  int64_t head_at[2];
-  bool inside[2];
+  // This thread's two rows, eight apart; worked out again at the end, not kept in registers.
+  const int64_t first_pair = tile * kBlockRows + warp * kWarpRows + lane / 4;
+  const auto inside = [&](int i) { return first_pair + 8 * i < pairs; };
+  const auto head_at = [&](int i) {
+    const int64_t pair = inside(i) ? first_pair + 8 * i : 0;
+    return (((sequence * op.rows + pair / group) * op.heads) + kv_head * group + pair % group) * kHead;
+  };
   Span span[2];
 #pragma unroll
-  for (int i = 0; i < 2; ++i) {
-    const int64_t pair = tile * kBlockRows + warp * kWarpRows + lane / 4 + 8 * i;
-    inside[i] = pair < pairs;
-    const int64_t t = inside[i] ? pair / group : 0, g = inside[i] ? pair % group : 0;
-    head_at[i] = (((sequence * op.rows + t) * op.heads) + kv_head * group + g) * kHead;
-    span[i] = inside[i] ? seen(op, position[t]) : Span{0, -1};
-  }
+  for (int i = 0; i < 2; ++i) span[i] = inside(i) ? seen(op, position[(first_pair + 8 * i) / group]) : Span{0, -1};
   Span warp_span = join(span[0], span[1]);
 #pragma unroll
   for (int width = 4; width < 32; width *= 2)
@@ -96,8 +94,8 @@ __global__ void __launch_bounds__(kThreads) attention_kernel(Attention op, const
   for (int b = 0; b < kHead / 16; ++b)
 #pragma unroll
     for (int j = 0; j < 4; ++j)
-      query[b][j] = inside[j & 1]
-                        ? *reinterpret_cast<const uint32_t*>(q + head_at[j & 1] + 16 * b + lane % 4 * 2 + 8 * (j >> 1))
+      query[b][j] = inside(j & 1)
+                        ? *reinterpret_cast<const uint32_t*>(q + head_at(j & 1) + 16 * b + lane % 4 * 2 + 8 * (j >> 1))
                         : 0u;
 
   const int64_t stride = op.kv_heads * kHead;
@@ -186,11 +184,11 @@ __global__ void __launch_bounds__(kThreads) attention_kernel(Attention op, const
   total.add(super);
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
-    if (!inside[i]) continue;
+    if (!inside(i)) continue;
 #pragma unroll
     for (int d = 0; d < kHead / 8; ++d) {
       const float* n = &total.numerator[d][2 * i];
-      *reinterpret_cast<uint32_t*>(a + head_at[i] + 8 * d + lane % 4 * 2) =
+      *reinterpret_cast<uint32_t*>(a + head_at(i) + 8 * d + lane % 4 * 2) =
           pack(to_bf16(n[0] / total.denominator[i]), to_bf16(n[1] / total.denominator[i]));
     }
   }
