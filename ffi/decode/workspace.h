@@ -53,7 +53,7 @@ struct Workspace {
   int64_t h, best, segment_sums;
   // scratch
   int64_t stream, q, u, o, stretch_sums, stretch_counts, group_counts, slice_counts, router_weights, router_experts, x,
-      hidden_rows, f, combined;
+      hidden_rows, f;
   // slots, [source rank][...]
   int64_t partial[2], branch[2], branch_sums[2], logits, pooled, hidden, sums;
   int64_t row_sums[2];  // slots that the rank itself fills: [row][segment]
@@ -90,7 +90,6 @@ MUSE_FN Workspace workspace_of(const Plan& p) {
   w.x = take(rows * padded(p.moe_hidden) * 2);
   w.hidden_rows = take(pairs * padded(p.moe_inner) * 2);
   w.f = take(pairs * p.moe_columns() * 2);
-  w.combined = take(rows * p.moe_columns() * 2);
   for (int i = 0; i < 2; ++i) {
     w.partial[i] = take(kRanks * rows * (p.hidden / kRanks) * 8);
     w.branch[i] = take(kRanks * rows * (p.hidden / kRanks / 2) * 8);

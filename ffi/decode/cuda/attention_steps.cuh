@@ -220,7 +220,7 @@ class AttentionSteps : public RowSteps {
     if (thread_index() == 0) {
       for (uint32_t spins = 1; !place_.gave_up && load_relaxed(counter) != count; ++spins)
         if (spins % 256 == 0 && should_leave(place_, Phase::kAttention, place_.rank, kBarrierGrace)) place_.gave_up = 1;
-      asm volatile("fence.acq_rel.gpu;" ::: "memory");
+      fence_rank();
       *counter = 0;  // for the next layer, which lies behind barriers
     }
     sync_block();

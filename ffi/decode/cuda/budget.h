@@ -6,6 +6,9 @@
 
 namespace muse {
 
+// Rows of one pass through a dense GEMM's weights: two tensor-core tiles of token columns.
+constexpr int kPassRows = 16;
+
 // A ring slot holds four NVFP4 panels (16 rows x 512 k) or eight bf16 tiles (16 rows x 128 k).
 constexpr int kSlotBytes = 4 * kPanelBytes, kSlotTiles = 8;
 // 19.5 MB over 132 blocks: 4 us of reading, as long as an exchange between ranks takes. A power of two, so that

@@ -2,7 +2,7 @@
 // held in shared memory in the order in which lanes read them.
 //
 // Token operands lie in memory as column tiles: 16 rows x 16 k, 32 lanes x 16 bytes; lane 4g + t holds k 2t, 2t+1,
-// 2t+8, 2t+9 of row g, then of row g + 8. Sixteen rows are a pass; a step with more reads the weights once per pass.
+// 2t+8, 2t+9 of row g, then of row g + 8. A step of more rows than a pass has reads the weights once per pass.
 #pragma once
 
 #include "ffi/decode/cuda/schedule.h"
@@ -10,8 +10,6 @@
 #include "ffi/numerics/mma.cuh"
 
 namespace muse {
-
-constexpr int kPassRows = 16;
 
 // Where element (row i, k) stands in an operand of `width` columns, in 16-bit elements. Even k and the next are
 // neighbours.
@@ -61,17 +59,17 @@ class DenseBase : public StepBase {
     asm volatile("cp.async.wait_all;" ::: "memory");
   }
 
-  // This block's tasks of `job` for the pass that starts at row i0 of an operand of `width` columns.
-  // emit(row group, segment, accumulators); also(the segments in the region) runs while the operand is still there.
-  template <typename Emit, typename Also>
-  __device__ __forceinline__ void dense_pass(const DenseJob& job, const uint16_t* operand, int width, int i0, Emit emit,
-                                             Also also) {
+  // This block's tasks of `job` for the pass that starts at row i0. load(segments) brings these segments of the operand
+  // to the region, or gives up; emit(row group, segment, accumulators); also(segments) runs while the operand is still
+  // there.
+  template <typename Load, typename Emit, typename Also>
+  __device__ __forceinline__ bool dense_pass(const DenseJob& job, int i0, Load load, Emit emit, Also also) {
     const int warp = thread_index() / 32, lane = thread_index() % 32;
     const Range range = part(job.tasks(), place_.index, place_.size);
     const Range segments = segments_of(job.segments);
     const int chunks = job.chunks();
     const bool two = rows() - i0 > 8;
-    load_operand(operand, width, i0, segments.begin * job.blocks, (segments.end - segments.begin) * job.blocks);
+    if (!load(segments)) return false;
     sync_block();
     uint32_t start = place_.chunk;
 #pragma unroll 1
@@ -94,6 +92,7 @@ class DenseBase : public StepBase {
     also(segments);
     sync_block();
     if (thread_index() == 0) place_.chunk = start;  // read after the next barrier
+    return true;
   }
 
   // The K segments that this block's run of column-parallel tasks touches, whatever the number of row groups.

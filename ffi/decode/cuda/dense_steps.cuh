@@ -2,19 +2,19 @@
 // the same operand; post_expert_proj.
 #pragma once
 
-#include "ffi/decode/cuda/dense.cuh"
+#include "ffi/decode/cuda/operands.cuh"
 
 namespace muse {
 
 enum class Gemm { kQkvu, kOutput, kPreExpert, kPostExpert };
 
-class DenseSteps : public DenseBase {
+class DenseSteps : public OperandSteps {
  public:
-  using DenseBase::DenseBase;
+  using OperandSteps::OperandSteps;
 
   // Column-parallel results stay in the rank as segment sums. Of a row-parallel GEMM this rank's columns are one
-  // segment: its partial sums go to the owners of the output columns.
-  __device__ void gemm(int64_t l, Gemm which) {
+  // segment: its partial sums go to the owners of the output columns. False: somebody gave up.
+  __device__ bool gemm(int64_t l, Gemm which) {
     const RankPointers& w = weights();
     const bool attention = which == Gemm::kQkvu || which == Gemm::kOutput;
     const bool row_parallel = which == Gemm::kOutput || which == Gemm::kPostExpert;
@@ -22,13 +22,18 @@ class DenseSteps : public DenseBase {
                          : which == Gemm::kOutput    ? o_job(p_, w, l)
                          : which == Gemm::kPreExpert ? pre_expert_job(p_, w, l)
                                                      : post_expert_job(p_, w, l);
-    const int width = static_cast<int>(!row_parallel ? p_.hidden : attention ? p_.q_columns() : p_.moe_columns());
-    const uint16_t* operand = mine<uint16_t>(!row_parallel ? w_.h : attention ? w_.o : w_.combined);
     float* sums = mine<float>(w_.segment_sums);
+    bool alive = true;
 #pragma unroll 1
-    for (int i0 = 0; i0 < rows(); i0 += kPassRows)
-      dense_pass(
-          job, operand, width, i0,
+    for (int i0 = 0; i0 < rows() && alive; i0 += kPassRows)
+      alive = dense_pass(
+          job, i0,
+          [&](Range segments) {
+            if (!row_parallel) return load_normed(l, attention, i0, segments);
+            if (!attention) return load_combined(l, i0);
+            load_operand(mine<uint16_t>(w_.o), static_cast<int>(p_.q_columns()), i0, 0, job.blocks);
+            return true;
+          },
           [&](int group, int segment, const Accumulators& acc) {
             if (row_parallel) {
               push_partials(w_.partial[!attention], group, i0, acc);
@@ -40,6 +45,7 @@ class DenseSteps : public DenseBase {
           [&](Range segments) {
             if (which == Gemm::kPreExpert) router_dots(l, i0, segments);
           });
+    return alive;
   }
 
  private:

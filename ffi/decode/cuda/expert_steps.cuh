@@ -1,4 +1,4 @@
-// Experts of a layer, N-sharded over the ranks, and the weighted sum of their outputs.
+// Experts of a layer, N-sharded over the ranks.
 #pragma once
 
 #include "ffi/decode/cuda/expert_chain.cuh"
@@ -240,59 +240,6 @@ class ExpertSteps : public RouterSteps {
     return all_alive();
   }
 
-  // This rank's columns of the weighted sum over the chosen experts, as operand of post_expert_proj.
-  __device__ bool combine_rows(int64_t l) {
-    const int width = static_cast<int>(p_.moe_columns()), k_count = top_k();
-    const uint16_t* g = post_gain(l);
-    CombineRegion& sh = *region<CombineRegion>();
-#pragma unroll 1
-    for (int i = first_unit(kCombineRows); i < rows(); i += blocks()) {
-      sync_block();
-      if (thread_index() < k_count) {
-        const int pair = i * k_count + thread_index();
-        const int expert = __ldcg(mine<int32_t>(w_.router_experts) + pair);
-        const float weight = __ldcg(mine<float>(w_.router_weights) + pair);
-        const uint64_t* first = slots_from(0, w_.sums, kMaxRows * k_count) + pair;
-        uint32_t word[kRanks] = {};
-        wait(Phase::kCombine, [&](int r) { return first + r * kMaxRows * k_count; }, [](int r) { return r; }, word);
-        __threadfence();  // the outputs of other blocks lie behind their sums
-        float s[kRanks];
-#pragma unroll
-        for (int r = 0; r < kRanks; ++r) s[r] = bit_cast<float>(word[r]);
-        sh.expert[thread_index()] = expert;
-        sh.term[thread_index()] = {weight, inverse_rms(tree8(s), moe_hidden(), p_.post_eps)};
-      }
-      if (!all_alive()) return false;
-      if (thread_index() < k_count) {
-        int at = 0;
-#pragma unroll 1
-        for (int k = 0; k < k_count; ++k) at += sh.expert[k] < sh.expert[thread_index()];
-        sh.order[at] = thread_index();
-      }
-      sync_block();
-#pragma unroll 1
-      for (int c = thread_index(); c < width; c += kThreads) {
-        const float gain = from_bf16(__ldg(g + c));
-        const uint16_t* f = mine<uint16_t>(w_.f) + i * k_count * width + c;
-        float x = 0.0f;
-#pragma unroll 1
-        for (int k0 = 0; k0 < k_count; k0 += 8) {
-          uint16_t y[8];
-#pragma unroll
-          for (int k = 0; k < 8; ++k) y[k] = __ldcg(f + sh.order[min(k0 + k, k_count - 1)] * width);
-#pragma unroll
-          for (int k = 0; k < 8; ++k)
-            if (k0 + k < k_count) {
-              const float2 term = sh.term[sh.order[k0 + k]];
-              x = fma1(term.x, (from_bf16(y[k]) * gain) * term.y, x);
-            }
-        }
-        mine<uint16_t>(w_.combined)[column_tile_at(i, c, width)] = to_bf16(x);
-      }
-    }
-    return true;
-  }
-
  private:
   // Whoever stores the last outputs of a slice goes on to its pairs' sums of squares, without a meeting of the blocks.
   __device__ void finish_slices(int64_t l, int groups, Range units) {
@@ -340,19 +287,11 @@ class ExpertSteps : public RouterSteps {
           }
       }
       sum = fold_warp(sum);
-      if (j < kRanks)
+      if (j < kRanks) {
+        fence_rank();  // the pair's outputs, of all blocks, lie behind its sum
         store_slot(slots_to(j, w_.sums, kMaxRows * top_k()) + pair, bit_cast<uint32_t>(sum), place_.epoch);
+      }
     }
-  }
-
-  struct CombineRegion {
-    float2 term[kMaxTopK];  // weight and rho
-    int32_t expert[kMaxTopK], order[kMaxTopK];
-  };
-
-  __device__ const uint16_t* post_gain(int64_t l) const {
-    return a_.shared.moe_gains + (2 * static_cast<int>(l) + 1) * moe_hidden() +
-           me() * static_cast<int>(p_.moe_columns());
   }
 };
 

@@ -43,8 +43,14 @@ class Head : DenseBase {
     float* sums = mine<float>(w_.segment_sums);
     for (int i0 = 0; i0 < rows(); i0 += kPassRows) {
       if (!rank_barrier(Phase::kHead)) return false;  // h is written, the last pass's sums are read
+      const DenseJob job = head_job(a_, me());
       dense_pass(
-          head_job(a_, me()), mine<uint16_t>(w_.h), hidden(), i0,
+          job, i0,
+          [&](Range segments) {
+            load_operand(mine<uint16_t>(w_.h), hidden(), i0, segments.begin * job.blocks,
+                         (segments.end - segments.begin) * job.blocks);
+            return true;
+          },
           [&](int group, int segment, const Accumulators& acc) {
             store_sums(sums, kHeadRows, static_cast<int>(groups) * 16, group, segment, i0, i0, acc);
           },

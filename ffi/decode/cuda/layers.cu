@@ -23,12 +23,10 @@ class Step : ExpertSteps {
 #pragma unroll 1
     for (int64_t l = p_.layer_begin; l < p_.layer_end; ++l) {
       if (threadIdx.x == 0) s_.place.layer = static_cast<uint32_t>(l);
-      next_epoch();
 #pragma unroll 1
       for (int which = 0; which < 2; ++which) {
-        if (!rank_barrier(which ? Phase::kRouter : Phase::kAttention)) return false;  // h is written
         if (!(which ? moe(l) : attention(l))) return false;
-        run_phase<&Step::gemm>(l, which ? Gemm::kPostExpert : Gemm::kOutput);
+        if (!run_phase<&Step::gemm>(l, which ? Gemm::kPostExpert : Gemm::kOutput)) return false;
         mark(Mark::kOutput);
         if (!run_phase<&Step::reduce>(l, which)) return false;
         mark(Mark::kReduce);
@@ -40,9 +38,10 @@ class Step : ExpertSteps {
   }
 
  private:
-  // From h to the operand of o_proj.
+  // From the stream to the operand of o_proj.
   __device__ bool attention(int64_t l) {
-    run_phase<&Step::gemm>(l, Gemm::kQkvu);
+    if (!run_phase<&Step::gemm>(l, Gemm::kQkvu)) return false;
+    next_epoch();  // the sums of squares that were waited for are of the layer before
     mark(Mark::kProject);
     if (!rank_barrier(Phase::kAttention)) return false;
     run_phase<&Step::finish_heads>(l);
@@ -54,9 +53,9 @@ class Step : ExpertSteps {
     return rank_barrier(Phase::kOutput);
   }
 
-  // From h to the operand of post_expert_proj.
+  // From the stream to the experts' outputs.
   __device__ bool moe(int64_t l) {
-    run_phase<&Step::gemm>(l, Gemm::kPreExpert);
+    if (!run_phase<&Step::gemm>(l, Gemm::kPreExpert)) return false;
     mark(Mark::kPool);
     if (!run_phase<&Step::route_rows>(l)) return false;
     mark(Mark::kRoute);
@@ -71,9 +70,7 @@ class Step : ExpertSteps {
     if (!rank_barrier(Phase::kHidden)) return false;
     experts(l, true);
     mark(Mark::kSecond);
-    if (!run_phase<&Step::combine_rows>(l)) return false;
-    mark(Mark::kCombine);
-    return rank_barrier(Phase::kCombine);
+    return true;
   }
 
   __device__ void experts(int64_t l, bool second) {
@@ -180,7 +177,7 @@ __global__ void __launch_bounds__(kLaunchThreads, 1) decode_layers(const __grid_
 
 int64_t region_bytes(const Plan& p) {
   return std::max<int64_t>({dense_operand_bytes(p.hidden), row_parallel_operand_bytes(p.q_columns()),
-                            row_parallel_operand_bytes(p.moe_columns()),
+                            row_parallel_operand_bytes(p.moe_columns()) + static_cast<int64_t>(sizeof(ExpertTerms)),
                             p.hidden * 4,  // a row
                             static_cast<int64_t>(sizeof(AttentionShared)),
                             std::max<int64_t>(sizeof(float) * 2048 + 256, p.moe_hidden * 6),  // router

@@ -31,6 +31,22 @@ inline __device__ __noinline__ float block_sumsq(int64_t n, const float* x, floa
   return total;
 }
 
+// lanes(x, x) over one segment in shared memory, by the first warp. All threads get it, and have read x.
+inline __device__ __noinline__ float segment_sumsq(int length, const float* x, float* partial) {
+  const int lane = thread_index();
+  if (lane < 32) {
+    float sum = 0.0f;
+    if (lane < kLanes) {
+#pragma unroll 8
+      for (int i = lane; i < length; i += kLanes) sum = fma1(x[i], x[i], sum);
+    }
+    sum = fold_warp(sum);
+    if (lane == 0) *partial = sum;
+  }
+  sync_block();
+  return *partial;
+}
+
 // sumsq64 of one head by one warp: lane j < 16 holds elements j, j + 16, j + 32, j + 48 in x[0..3].
 __device__ __forceinline__ float warp_sumsq64(const float (&x)[4]) {
   float sum = 0.0f;

@@ -14,7 +14,7 @@ class RouterSteps : public AttentionSteps {
   // Every rank routes every row for itself. A row's choice of experts and its expert operand are for two blocks.
   __device__ bool route_rows(int64_t l) {
 #pragma unroll 1
-    for (int unit = first_unit(kRouteRows); unit < 2 * rows(); unit += blocks()) {
+    for (int unit = first_routing_unit(); unit < 2 * rows(); unit += blocks()) {
       sync_block();
       if (!(unit % 2 ? make_operand(l, unit / 2) : choose_experts(l, unit / 2))) return false;
     }
@@ -84,12 +84,7 @@ class RouterSteps : public AttentionSteps {
       const float bias = __ldg(a_.shared.router_bias + static_cast<int>(l) * experts + e);
       const uint64_t* first =
           slots_from(source, w_.logits, kMaxRows * own * kSegments) + (i * own + e - source * own) * kSegments;
-      uint32_t word[kSegments] = {};
-      wait(Phase::kRouter, [&](int s) { return first + s; }, [&](int) { return source; }, word);
-      float s[kSegments];
-#pragma unroll
-      for (int r = 0; r < kSegments; ++r) s[r] = bit_cast<float>(word[r]);
-      const float probability = sigmoid(tree8(s) * p_.router_multiplier);
+      const float probability = sigmoid(wait_sum(place_, Phase::kRouter, first, 1, source) * p_.router_multiplier);
       sh.probability[e] = probability;
       sh.key[e] = sortable(probability + bias);
     }

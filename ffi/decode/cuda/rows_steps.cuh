@@ -1,5 +1,5 @@
-// Rows: embedding, norms, the residual stream, and the owners' part of a row-parallel GEMM. Threads work on four
-// neighbouring columns.
+// Rows: embedding, the residual stream, and the owners' part of a row-parallel GEMM. Threads work on four neighbouring
+// columns.
 #pragma once
 
 #include "ffi/decode/cuda/dense_steps.cuh"
@@ -10,20 +10,36 @@ class RowSteps : public DenseSteps {
  public:
   using DenseSteps::DenseSteps;
 
-  // The stream at the start: the embedding of the rows' tokens, or what an earlier range of layers left. Results of
-  // inactive rows are zeros.
+  // The stream at the start and its sums of squares: the embedding of the rows' tokens, or what an earlier range of
+  // layers left. Results of inactive rows are zeros.
   __device__ bool start() {
     clear_inactive();
-    if (p_.layer_begin == 0 && !embed()) return false;
-    float* x = region<float>();
+    next_epoch();  // the launch before may have ended with the old number in the slots of sums
+    const bool first = p_.layer_begin == 0;
+    if (first) embed();
+    const int half = hidden() / kRanks / 2, own = static_cast<int>(p_.vocab_rank());
+    float2* x = region<float2>();
 #pragma unroll 1
-    for (int i = block(); i < rows(); i += blocks()) {
-      sync_block();
-      const float* from = p_.layer_begin == 0 ? stream(i) : a_.shared.stream + s_.rows.row[i] * hidden();
+    for (int unit = block(); unit < rows() * kSegments; unit += blocks()) {
+      const int i = unit / kSegments, segment = unit % kSegments;
+      const int64_t row = s_.rows.row[i];
 #pragma unroll 1
-      for (int c = thread_index(); c < hidden(); c += kThreads) stream(i)[c] = x[c] = from[c];
-      sync_block();
-      if (p_.layer_begin < p_.layer_end) norm_to_h(i, x, gain(p_.layer_begin, 0));
+      for (int c = thread_index(); c < half; c += kThreads) {
+        const int at = segment * half + c;
+        if (first) {
+          const uint64_t* slot = slots_from(segment, w_.branch[0], kMaxRows * half) + i * half + c;
+          uint32_t word[1] = {};
+          wait(
+              Phase::kEmbed, [&](int) { return slot; }, [&](int) { return s_.rows.token[i] / own; }, word,
+              kBarrierGrace);
+          x[c] = {canonical(low_bf16(word[0])), canonical(high_bf16(word[0]))};
+        } else {
+          x[c] = reinterpret_cast<const float2*>(a_.shared.stream + row * hidden())[at];
+        }
+        reinterpret_cast<float2*>(stream(i))[at] = x[c];
+      }
+      if (!all_alive()) return false;
+      store_row_sum(1, unit);
     }
     return true;
   }
@@ -57,17 +73,16 @@ class RowSteps : public DenseSteps {
         z[q] = branch_value({from_bf16(y[0]), from_bf16(y[1]), from_bf16(y[2]), from_bf16(y[3])}, scale, q, which);
       }
       if (!all_alive()) return false;
-      const float sum = segment_sumsq(reinterpret_cast<const float*>(z), owned);
+      const float sum = segment_sumsq(owned, reinterpret_cast<const float*>(z), s_.partial);
       if (thread_index() < kRanks)
         store_slot(slots_to(thread_index(), w_.branch_sums[which], kMaxRows) + i, bit_cast<uint32_t>(sum),
                    place_.epoch);
-      sync_block();  // z is read
     }
     return true;
   }
 
-  // Adds the branch that the row-parallel exchange `which` brought to the stream, and norms it for what follows. A unit
-  // is a segment of a row; the segments of a row meet twice, by their sums of squares.
+  // Adds the branch that the row-parallel exchange `which` brought to the stream. A unit is a segment of a row; the
+  // GEMM that follows norms the row by its segments' sums of squares.
   __device__ bool branch(int64_t l, int which) {
     const int owned = hidden() / kRanks, units = rows() * kSegments;
     const float* alpha = global(a_.shared.gates) + (4 * static_cast<int>(l) + 2 * which) * hidden();
@@ -110,37 +125,22 @@ class RowSteps : public DenseSteps {
           *reinterpret_cast<float4*>(a_.results.tap_residuals + tap + column) = sum;
       }
       if (!all_alive()) return false;
-      const float sum = segment_sumsq(reinterpret_cast<const float*>(x), owned);
-      if (thread_index() == 0)
-        store_slot(mine<uint64_t>(w_.row_sums[which]) + unit, bit_cast<uint32_t>(sum), place_.epoch);
-      sync_block();  // x is read
+      if (!last) store_row_sum(which, unit);
     }
-    if (last) return true;
-    const uint16_t* g = which == 0 ? gain(l, 1) : gain(l + 1, 0);
-    uint16_t* h = mine<uint16_t>(w_.h);
-#pragma unroll 1
-    for (int unit = block(); unit < units; unit += blocks()) {
-      const int i = unit / kSegments, segment = unit % kSegments;
-#pragma unroll 1
-      for (int q = thread_index(); q < owned / 4; q += kThreads) {
-        const int column = segment * owned + 4 * q;
-        const float4 s = __ldcg(reinterpret_cast<const float4*>(stream(i) + column)), n = gains_of(g, column / 4);
-        const uint64_t* sums = mine<uint64_t>(w_.row_sums[which]) + i * kSegments;
-        uint32_t word[kSegments] = {};
-        wait(Phase::kBranch, [&](int e) { return sums + e; }, [&](int) { return me(); }, word, kBarrierGrace);
-        float ss[kSegments];
-#pragma unroll
-        for (int r = 0; r < kSegments; ++r) ss[r] = bit_cast<float>(word[r]);
-        store_h(h, i, column, s, inverse_rms(tree8(ss), hidden(), p_.eps), n, hidden());
-      }
-    }
-    return all_alive();
+    return true;
   }
 
  private:
+  // A unit of the stream is stored and stands in the region: its sum of squares tells the rank's blocks so.
+  __device__ void store_row_sum(int which, int unit) {
+    const bool storing = thread_index() == kThreads - 1;
+    if (storing) fence_rank();  // while the first warp adds
+    const float sum = segment_sumsq(hidden() / kSegments, region<float>(), s_.partial);
+    if (storing) store_slot(mine<uint64_t>(w_.row_sums[which]) + unit, bit_cast<uint32_t>(sum), place_.epoch);
+  }
+
   __device__ static float4 gains_of(const uint16_t* g, int quad) {
-    const uint2 two = __ldg(reinterpret_cast<const uint2*>(g) + quad);
-    return {low_bf16(two.x), high_bf16(two.x), low_bf16(two.y), high_bf16(two.y)};
+    return four(__ldg(reinterpret_cast<const uint2*>(g) + quad));
   }
 
   // What the norm of a branch sees of four columns: the branch itself, or, scale first, times its gain.
@@ -150,27 +150,8 @@ class RowSteps : public DenseSteps {
     return {round_bf16(y.x * g.x), round_bf16(y.y * g.y), round_bf16(y.z * g.z), round_bf16(y.w * g.w)};
   }
 
-  // lanes(x, x) over one segment in shared memory, by the first warp; its lanes get the sum.
-  __device__ static float segment_sumsq(const float* x, int length) {
-    if (thread_index() >= 32) return 0.0f;
-    const int lane = thread_index();
-    float sum = 0.0f;
-    if (lane < kLanes) {
-#pragma unroll 8
-      for (int i = lane; i < length; i += kLanes) sum = fma1(x[i], x[i], sum);
-    }
-    return fold_warp(sum);
-  }
-
-  __device__ static void store_h(uint16_t* h, int i, int column, float4 v, float r, float4 n, int width) {
-    uint32_t* to = reinterpret_cast<uint32_t*>(h + column_tile_at(i, column, width));
-    to[0] = pack(to_bf16((v.x * r) * n.x), to_bf16((v.y * r) * n.y));
-    to[4] = pack(to_bf16((v.z * r) * n.z), to_bf16((v.w * r) * n.w));  // the next lane's
-  }
-
   // The owner of a token's embedding row norms it and gives it to everybody through the branch slots.
-  __device__ bool embed() {
-    next_epoch();
+  __device__ void embed() {
     const int half = hidden() / kRanks / 2, per_source = kMaxRows * half, own = static_cast<int>(p_.vocab_rank());
     float* x = region<float>();
 #pragma unroll 1
@@ -193,26 +174,7 @@ class RowSteps : public DenseSteps {
           store_slot(reinterpret_cast<uint64_t*>(a_.workspace[to] + at), word, place_.epoch);
       }
     }
-#pragma unroll 1
-    for (int i = block(); i < rows(); i += blocks())
-#pragma unroll 1
-      for (int c = thread_index(); c < hidden() / 2; c += kThreads) {
-        uint32_t word[1] = {};
-        wait(
-            Phase::kEmbed, [&](int) { return slots_from(c / half, w_.branch[0], per_source) + i * half + c % half; },
-            [&](int) { return s_.rows.token[i] / own; }, word, kBarrierGrace);
-        stream(i)[2 * c] = canonical(low_bf16(word[0]));
-        stream(i)[2 * c + 1] = canonical(high_bf16(word[0]));
-      }
-    return all_alive();
-  }
-
-  // A row of the stream -> the GEMM operand h; for the first layer.
-  __device__ void norm_to_h(int i, const float* x, const uint16_t* g) {
-    const float r = inverse_rms(block_sumsq(hidden(), x, s_.partial), hidden(), p_.eps);
-#pragma unroll 1
-    for (int q = thread_index(); q < hidden() / 4; q += kThreads)
-      store_h(mine<uint16_t>(w_.h), i, 4 * q, reinterpret_cast<const float4*>(x)[q], r, gains_of(g, q), hidden());
+    sync_block();  // x is read
   }
 
   __device__ void clear_inactive() {

@@ -1,8 +1,8 @@
 // What every phase of a fused kernel works on: a block's shared memory, its place, its view of the weight ring, and
 // where its rank's data lies.
 //
-// The phases of the layers kernel are one class in layers, each adding its own: StepBase (here), DenseSteps, RowSteps,
-// AttentionSteps, RouterSteps, ExpertSteps, and Step in layers.cu, which runs them in order.
+// The phases of the layers kernel are one class in layers, each adding its own: StepBase (here), OperandSteps,
+// DenseSteps, RowSteps, AttentionSteps, RouterSteps, ExpertSteps, and Step in layers.cu, which runs them in order.
 #pragma once
 
 #include "ffi/decode/cuda/attention_schedule.cuh"
@@ -22,6 +22,7 @@ struct BlockShared {
   DeviceRows rows;
   AttentionSchedule attention;
   float partial[kSegments];
+  float scale[kPassRows];  // 1 / rms of a pass's rows
   // The experts in use, ascending, in slices of at most eight (row, slot) pairs: the columns of one tensor-core tile.
   uint16_t pairs[kMaxPairs];  // by expert
   int16_t expert[kMaxPairs];
@@ -46,8 +47,7 @@ enum class Mark : uint8_t {
   kGroup,
   kFirst,
   kGather,
-  kSecond,
-  kCombine
+  kSecond
 };
 
 __device__ __forceinline__ uint32_t pack(uint16_t low, uint16_t high) {
@@ -99,10 +99,10 @@ class StepBase {
   __device__ int blocks() const { return static_cast<int>(place_.size); }
   __device__ int block() const { return static_cast<int>(place_.index); }
 
-  // The first unit of this block in a phase that has few. Phases start at different blocks, so that no multiprocessor
-  // needs the code of them all: its instruction cache holds about 128 KB.
-  enum RowPhase { kRouteRows = 4, kCombineRows = 6 };  // eighths of the blocks
-  __device__ int first_unit(RowPhase phase) const { return (block() + blocks() - blocks() * phase / 8) % blocks(); }
+  // The first unit of this block in routing, which has few: they start half way through the blocks, because the first
+  // blocks have the row updates' and no multiprocessor should need the code of both. The instruction cache holds about
+  // 128 KB.
+  __device__ int first_routing_unit() const { return (block() + blocks() - blocks() / 2) % blocks(); }
 
   template <typename T>
   __device__ T* mine(int64_t offset) const {

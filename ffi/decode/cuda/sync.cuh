@@ -44,6 +44,10 @@ __device__ __forceinline__ uint64_t load_slot(const uint64_t* slot) {
   return word;
 }
 
+// What the block stored before it met is there for whoever sees a slot that this thread stores next, and the other way
+// round: a slot that it saw brings what lies behind it.
+__device__ __forceinline__ void fence_rank() { asm volatile("fence.acq_rel.gpu;" ::: "memory"); }
+
 constexpr uint64_t kReportGrace = 100'000'000;  // ns
 
 // The first of a rank to give up reports (the report lies in host memory, which has no device atomics) and tells all
@@ -80,6 +84,28 @@ inline __device__ __noinline__ bool should_leave(const Place& place, Phase phase
   return true;
 }
 
+// tree8 of the numbers in eight slots, `stride` words apart, all loads in flight together: of rank `source`, or, where
+// that is negative, one of each rank. Without sense when somebody gave up. One piece of code for all who wait so.
+inline __device__ __noinline__ float wait_sum(Place& place, Phase phase, const uint64_t* slot, int stride, int source,
+                                              uint64_t grace = 0) {
+  const uint32_t epoch = place.epoch;
+  float s[kSegments] = {};
+  for (uint32_t spins = 1; !place.gave_up; ++spins) {
+    uint64_t word[kSegments];
+#pragma unroll
+    for (int r = 0; r < kSegments; ++r) word[r] = load_slot(slot + r * stride);
+    int missing = -1;
+#pragma unroll
+    for (int r = 0; r < kSegments; ++r) {
+      s[r] = bit_cast<float>(static_cast<uint32_t>(word[r]));
+      if (static_cast<uint32_t>(word[r] >> 32) != epoch) missing = r;
+    }
+    if (missing < 0) break;
+    if (spins % 64 == 0 && should_leave(place, phase, source < 0 ? missing : source, grace)) place.gave_up = 1;
+  }
+  return tree8(s);
+}
+
 // All blocks of the rank; what they wrote before is visible after. False: somebody gave up, leave the kernel.
 inline __device__ __noinline__ bool rank_barrier(Place& place, Phase phase) {
   sync_block();
@@ -90,7 +116,7 @@ inline __device__ __noinline__ bool rank_barrier(Place& place, Phase phase) {
     // The count runs on through all launches and wraps around. Polled relaxed, because every acquire empties L1.
     for (uint32_t spins = 1; !place.gave_up && static_cast<int32_t>(load_relaxed(barrier) - target) < 0; ++spins)
       if (spins % 256 == 0 && should_leave(place, phase, place.rank, kBarrierGrace)) place.gave_up = 1;
-    asm volatile("fence.acq_rel.gpu;" ::: "memory");
+    fence_rank();
   }
   sync_block();
   return !place.gave_up;
