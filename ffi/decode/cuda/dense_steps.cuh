@@ -28,9 +28,9 @@ class DenseSteps : public OperandSteps {
     for (int i0 = 0; i0 < rows() && alive; i0 += kPassRows)
       alive = dense_pass(
           job, i0,
-          [&](Range segments) {
-            if (!row_parallel) return load_normed(l, attention, i0, segments);
-            if (!attention) return load_combined(l, i0);
+          [&](Range) {
+            if (!row_parallel) return run_phase<&DenseSteps::load_normed>(l, attention, i0);
+            if (!attention) return run_phase<&DenseSteps::load_combined>(l, i0);
             load_operand(mine<uint16_t>(w_.o), static_cast<int>(p_.q_columns()), i0, 0, job.blocks);
             return true;
           },

@@ -55,7 +55,7 @@ class RowSteps : public DenseSteps {
     for (int i = block(); i < rows(); i += blocks()) {
 #pragma unroll 1
       for (int q = thread_index(); q < owned / 4; q += kThreads) {
-        uint16_t y[4];
+        uint2 y;
 #pragma unroll 1
         for (int half = 0; half < 2; ++half) {
           const uint64_t* first = slots_from(0, w_.partial[which], per_source) + i * owned + 4 * q + 2 * half;
@@ -67,10 +67,9 @@ class RowSteps : public DenseSteps {
           for (int e = 0; e < 2 * kRanks; ++e) s[e % 2][e / 2] = bit_cast<float>(word[e]);
           const uint32_t two = pack(to_bf16(tree8(s[0])), to_bf16(tree8(s[1])));
           push_all(w_.branch[which], kMaxRows * (owned / 2), i * (owned / 2) + 2 * q + half, two);
-          (half ? y[2] : y[0]) = static_cast<uint16_t>(two);
-          (half ? y[3] : y[1]) = static_cast<uint16_t>(two >> 16);
+          (half ? y.y : y.x) = two;
         }
-        z[q] = branch_value({from_bf16(y[0]), from_bf16(y[1]), from_bf16(y[2]), from_bf16(y[3])}, scale, q, which);
+        z[q] = branch_value(four(y), scale, q, which);
       }
       if (!all_alive()) return false;
       const float sum = segment_sumsq(owned, reinterpret_cast<const float*>(z), s_.partial);
@@ -110,9 +109,7 @@ class RowSteps : public DenseSteps {
 #pragma unroll
         for (int r = 0; r < kRanks; ++r) ss[r] = bit_cast<float>(word[r]);
         const float r = inverse_rms(tree8(ss), hidden(), p_.post_eps);
-        const float4 y = branch_value(
-            {low_bf16(word[kRanks]), high_bf16(word[kRanks]), low_bf16(word[kRanks + 1]), high_bf16(word[kRanks + 1])},
-            gain(l, 2) + segment * owned, q, which);
+        const float4 y = branch_value(four({word[kRanks], word[kRanks + 1]}), gain(l, 2) + segment * owned, q, which);
         const auto add = [r](float stream, float alpha, float beta, float y) {
           return canonical(alpha * stream + beta * round_bf16(y * r));
         };
