@@ -129,7 +129,9 @@ def hidden(config: Any, w: Weights, context: Context, x: NDArray, length: int) -
         h = rms_norm(x, w[p + "input_layernorm.weight"], eps)
         conv = Convolution(config, w, p + "attention_conv.", h)
         h = conv(h, 0)
-        block = [(heads(h[t], w, p, config, length + t, "k"), heads(h[t], w, p, config, None, "v")) for t in range(rows)]
+        block = [
+            (heads(h[t], w, p, config, length + t, "k"), heads(h[t], w, p, config, None, "v")) for t in range(rows)
+        ]
         out = []
         for t in range(rows):
             q = heads(h[t], w, p, config, length + t, "q")
