@@ -296,14 +296,25 @@ def test_trees(drafts, config):
     ours, _ = context(draft, length)
     tree, carry = helpers.propose(draft, ours, ints(3), ints(length))
     assert same_context(carry, ours)
+    ids, log_probs = lattice(draft, ours, ints(3), ints(length))
+    token, depth = np.asarray(tree.token[0]), np.asarray(tree.depth[0])
+    assert token[0] == 3 and token[1] == ids[0, 0, np.argmax(log_probs[0, 0, 0])]
+    assert all(token[i] in ids[0, depth[i] - 1] for i in range(1, 8))
+
+
+def test_narrower_trees(drafts):
+    """A tree of fewer nodes than the block has rows is the beginning of the whole one; one node needs no draft."""
+    draft, length = drafts[V2], 40
+    ours, _ = context(draft, length)
+    tree, _ = helpers.propose(draft, ours, ints(3), ints(length))
     expected, _ = jax.jit(best_first, static_argnames="width")(
         ints(3), *lattice(draft, ours, ints(3), ints(length)), width=8
     )
     assert np.array_equal(tree.token, expected.token) and np.array_equal(tree.parent, expected.parent)
-    width = 3 if config.is_v2 else 1
-    narrow, _ = helpers.propose(dataclasses.replace(draft, width=width), ours, ints(3), ints(length))
-    assert np.array_equal(narrow.token, tree.token[:, :width])
-    assert np.array_equal(narrow.parent, tree.parent[:, :width])
+    for width in (1, 3):
+        narrow, _ = helpers.propose(dataclasses.replace(draft, width=width), ours, ints(3), ints(length))
+        assert np.array_equal(narrow.token, tree.token[:, :width])
+        assert np.array_equal(narrow.parent, tree.parent[:, :width])
 
 
 def test_inside_a_while_loop(drafts):
@@ -320,16 +331,17 @@ def test_inside_a_while_loop(drafts):
         return carry, tree.token, length + count - 1, 2 + tree.token[:, 1] % 3
 
     @jax.jit
-    def run(draft, state):
-        last = jax.lax.while_loop(lambda s: s[0] < 6, lambda s: (s[0] + 1, step(draft, s[1])), (0, state))
-        return last[1][1:]
+    def run(draft, state, steps):
+        last = jax.lax.while_loop(lambda s: s[0] < steps, lambda s: (s[0] + 1, step(draft, s[1])), (0, state))
+        return last[1]
 
     first = (draft.start(batch=2, capacity=64), jnp.arange(8, dtype=jnp.int32).reshape(2, 4), ints(0, 0), ints(4, 2))
-    found = run(draft, first)
-    one, state = jax.jit(step), first
+    state = first
     for _ in range(6):
-        state = one(draft, state)
-    for a, b in zip(found, state[1:], strict=True):
+        state = run(draft, state, 1)
+    found = run(draft, first, 6)
+    assert found[2].tolist() == state[2].tolist() and min(found[2].tolist()) >= 6
+    for a, b in zip(found[1:], state[1:], strict=True):
         assert np.array_equal(a, b)
 
 
