@@ -382,6 +382,8 @@ def test_arrays_are_shared_and_checked(drafts):
         draft.observe(
             draft.start(batch=1, capacity=9), jnp.zeros((1, 8), jnp.int32), features(1, 8)[:, :, :2], ints(8), ints(0)
         )
+    leaves = jax.tree.leaves(draft.start(batch=1, capacity=9))
+    assert len({id(leaf) for leaf in leaves}) == len(leaves)  # the loop donates them
     with pytest.raises(ValueError, match="batch, capacity: given 0, 9"):
         draft.start(batch=0, capacity=9)
 

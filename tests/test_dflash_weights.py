@@ -203,6 +203,10 @@ def test_both_forms_of_config_json():
         ({"hidden_act": "gelu"}, "hidden_act: given 'gelu', allowed: 'silu'"),
         ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1.0}}, "rope_type: given 'yarn', allowed: 'default'"),
         ({"rope_parameters": None}, "rope_theta: missing"),
+        (
+            {"rope_parameters": None, "rope_theta": 1e4, "rope_scaling": {"type": "linear"}},
+            "rope_type: given 'linear', allowed: 'default'",
+        ),
         ({"num_hidden_layers": "2"}, "num_hidden_layers: given '2', allowed: 1 to 1024"),
         ({"layer_types": ["chunked"] * 2}, "layer_types: given ['chunked', 'chunked'], allowed: "),
         ({"sliding_window": None}, "sliding_window: missing or switched off"),

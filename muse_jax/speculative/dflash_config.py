@@ -191,7 +191,6 @@ _REQUIRED = (
 # What the forward has no other form of: key -> the values it may have where it is given.
 _FIXED: dict[str, tuple[Any, ...]] = {
     "hidden_act": ("silu",), "is_causal": (False,), "attention_bias": (False,), "conv_kernel_size": (2,),
-    "attention_dropout": (0, None),
 }  # fmt: skip
 
 
@@ -208,8 +207,9 @@ def _from_hf(data: Mapping[str, Any], target: MuseSparkConfig) -> tuple[dict[str
     ]
     rope = given.get("rope_parameters", given.get("rope_scaling", {}))
     rope = rope if isinstance(rope, Mapping) else {"rope_type": rope}
-    if rope.get("rope_type", "default") != "default":
-        problems.append(f"rope_parameters.rope_type: given {shorten(rope['rope_type'])}, allowed: 'default'")
+    kind = rope.get("rope_type", rope.get("type", "default"))  # the older name in `rope_scaling`
+    if kind != "default":
+        problems.append(f"rope_parameters.rope_type: given {shorten(kind)}, allowed: 'default'")
     theta = rope.get("rope_theta", given.get("rope_theta"))
     missing = [name for name in _REQUIRED if name not in given] + ([] if theta is not None else ["rope_theta"])
     problems += [f"{name}: missing" for name in missing]

@@ -74,8 +74,12 @@ jax.tree_util.register_dataclass(Context, ["k", "v", "position"], [])
 def empty_context(config: DFlashConfig, batch: int, capacity: int) -> Context:
     """Nothing seen, room for `capacity` positions."""
     sizes = [config.slots(layer, capacity) for layer in range(config.num_layers)]
-    rows = [jnp.zeros((batch, size, config.num_key_value_heads, config.head_dim), jnp.bfloat16) for size in sizes]
-    return Context(tuple(rows), tuple(rows), tuple(jnp.full((batch, size), -1, jnp.int32) for size in sizes))
+
+    def rows() -> tuple[jax.Array, ...]:  # new ones each time: a carry may be donated, and no buffer may be so twice
+        shape = (config.num_key_value_heads, config.head_dim)
+        return tuple(jnp.zeros((batch, size, *shape), jnp.bfloat16) for size in sizes)
+
+    return Context(rows(), rows(), tuple(jnp.full((batch, size), -1, jnp.int32) for size in sizes))
 
 
 def inject(
@@ -93,8 +97,8 @@ def inject(
     """
     batch, length = features.shape[:2]
     # No norm per layer and no convolution before these projections: the context is the same for all layers.
-    shared = rms_norm(linear(features.reshape(batch, length, -1), params["fc.weight"]), params["hidden_norm.weight"],
-                      config.rms_norm_eps)  # fmt: skip
+    shared = linear(features.reshape(batch, length, -1), params["fc.weight"])
+    shared = rms_norm(shared, params["hidden_norm.weight"], config.rms_norm_eps)
     row = jnp.arange(length, dtype=jnp.int32)
     position = first[:, None] + row
     sequence = jnp.arange(batch)[:, None]
