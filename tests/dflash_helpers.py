@@ -1,9 +1,13 @@
 """Small drafts, and both implementations of them on the same features."""
 
+import json
+from pathlib import Path
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 from oracle import dflash as oracle
+from safetensors.numpy import save_file
 
 from muse_jax.speculative import dflash_model as model
 from muse_jax.speculative.dflash import DFlashDraft
@@ -86,3 +90,31 @@ def rms(found, expected) -> float:
     if np.array_equal(found, expected):
         return 0.0
     return float(np.sqrt(np.mean((found - expected) ** 2) / np.mean(expected**2)))
+
+
+def settings(config: DFlashConfig, **changes) -> dict:
+    """A config.json with `dflash_config`, as z-lab's."""
+    inner = {
+        "block_size": config.block_width, "mask_token_id": config.mask_token_id, "conv_kernel_size": 2,
+        "conv_group_size": config.conv_group_size, "selector_rank": config.selector_rank,
+        "selector_top_k": config.top_k, "target_layer_ids": list(config.tap_layers),
+        "output_multiplier": config.output_multiplier, "final_logit_softcapping": config.final_logit_softcapping,
+    }  # fmt: skip
+    return {
+        "architectures": ["DFlash2DraftModel"], "model_type": "qwen3", "is_causal": False, "attention_bias": False,
+        "hidden_act": "silu", "vocab_size": config.vocab_size, "hidden_size": config.hidden_size,
+        "intermediate_size": config.intermediate_size, "head_dim": config.head_dim,
+        "num_attention_heads": config.num_attention_heads, "num_key_value_heads": config.num_key_value_heads,
+        "num_hidden_layers": config.num_layers, "num_target_layers": 3, "rms_norm_eps": config.rms_norm_eps,
+        "rope_parameters": {"rope_theta": config.rope_theta, "rope_type": "default"}, "use_sliding_window": True,
+        "sliding_window": 12, "layer_types": ["sliding_attention", "full_attention"],
+        "dflash_config": {name: value for name, value in inner.items() if value is not None}, **changes,
+    }  # fmt: skip
+
+
+def write(folder: Path, tensors: dict, config: dict) -> Path:
+    """A draft's folder."""
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    save_file(tensors, folder / "model.safetensors")
+    return folder

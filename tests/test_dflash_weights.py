@@ -1,7 +1,6 @@
 """Drafts from files and configurations, and what Hugging Face's own DFlash (tests/hf) computes with one."""
 
 import dataclasses
-import json
 import types
 from pathlib import Path
 
@@ -10,7 +9,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from dflash_helpers import V1, V2, hidden_states, inject, ints, make, rms, weights
+from dflash_helpers import V1, V2, hidden_states, inject, ints, make, rms, settings, weights, write
 from safetensors.numpy import load_file, save_file
 from weight_helpers import SMALL
 
@@ -45,33 +44,6 @@ def target():
 @pytest.fixture(scope="module")
 def draft(target):
     return random_draft(CONFIG, jax.random.key(1, impl="rbg"), *target.params.values())
-
-
-def settings(config: DFlashConfig, **changes) -> dict:
-    """A config.json with `dflash_config`, as z-lab's."""
-    inner = {
-        "block_size": config.block_width, "mask_token_id": config.mask_token_id, "conv_kernel_size": 2,
-        "conv_group_size": config.conv_group_size, "selector_rank": config.selector_rank,
-        "selector_top_k": config.top_k, "target_layer_ids": list(config.tap_layers),
-        "output_multiplier": config.output_multiplier, "final_logit_softcapping": config.final_logit_softcapping,
-    }  # fmt: skip
-    return {
-        "architectures": ["DFlash2DraftModel"], "model_type": "qwen3", "is_causal": False, "attention_bias": False,
-        "hidden_act": "silu", "vocab_size": config.vocab_size, "hidden_size": config.hidden_size,
-        "intermediate_size": config.intermediate_size, "head_dim": config.head_dim,
-        "num_attention_heads": config.num_attention_heads, "num_key_value_heads": config.num_key_value_heads,
-        "num_hidden_layers": config.num_layers, "num_target_layers": 3, "rms_norm_eps": config.rms_norm_eps,
-        "rope_parameters": {"rope_theta": config.rope_theta, "rope_type": "default"}, "use_sliding_window": True,
-        "sliding_window": 12, "layer_types": ["sliding_attention", "full_attention"],
-        "dflash_config": {name: value for name, value in inner.items() if value is not None}, **changes,
-    }  # fmt: skip
-
-
-def write(folder: Path, tensors: dict, config: dict) -> Path:
-    folder.mkdir(exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(config))
-    save_file(tensors, folder / "model.safetensors")
-    return folder
 
 
 # Hugging Face --------------------------------------------------------------------------------------------------------

@@ -17,7 +17,17 @@ from muse_jax.generate import generate
 from muse_jax.language_model import LanguageModel
 from muse_jax.mesh import make_mesh
 from muse_jax.sampling import Sampling
-from muse_jax.speculative import TokenTree, accept, best_first, chain, make_tree, prefill_both, speculative_loop
+from muse_jax.speculative import (
+    DFlashConfig,
+    TokenTree,
+    accept,
+    best_first,
+    chain,
+    make_tree,
+    prefill_both,
+    speculative_loop,
+)
+from muse_jax.speculative.dflash_weights import random_draft
 from muse_jax.weights import random_params
 
 LIMIT = 160  # max_position_embeddings
@@ -364,3 +374,22 @@ def test_a_chain_is_a_tree():
     tree = chain(jnp.arange(12, dtype=jnp.int32).reshape(2, 6))
     assert tree.depth.tolist() == [list(range(6))] * 2 and tree.width == 6
     assert (np.asarray(tree.ancestors) == np.tril(np.ones((6, 6), bool))).all()
+
+
+@pytest.mark.parametrize("selector", [True, False])
+def test_with_a_drafting_model(model, selector):
+    """DFlash2 and DFlash with random weights, greedy and sampled."""
+    config = DFlashConfig(
+        vocab_size=64, hidden_size=128, num_attention_heads=4, num_key_value_heads=2, head_dim=16, intermediate_size=64,
+        windows=(12, None), rope_theta=1e4, rms_norm_eps=1e-5, tap_layers=(0, 1), mask_token_id=63,
+        output_multiplier=1.0, final_logit_softcapping=20.0, block_width=16, top_k=6,
+        selector_rank=8 if selector else None, conv_group_size=16 if selector else None,
+    )  # fmt: skip
+    shared = [model.params[name] for name in ("embed_tokens.weight", "lm_head.weight")]
+    draft = random_draft(config, jax.random.key(3), *shared)
+    keys = jax.random.split(jax.random.key(0), 4)
+    for given in ({}, dict(sampling=Sampling(temperature=0.9), keys=keys)):
+        plain = generate(model, PROMPTS, max_new_tokens=40, stop_ids=(), logprobs=0, **given)
+        same_generation(
+            generate(model, PROMPTS, max_new_tokens=40, stop_ids=(), logprobs=0, draft=draft, **given), plain
+        )

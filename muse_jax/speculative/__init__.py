@@ -1,6 +1,8 @@
 """Speculative decoding: a draft proposes a tree of tokens, one step of the target verifies it, nothing changes."""
 
 from muse_jax.speculative.accept import Accepted, accept, commit
+from muse_jax.speculative.dflash import DFlashDraft
+from muse_jax.speculative.dflash_config import DFlashConfig
 from muse_jax.speculative.draft import Draft
 from muse_jax.speculative.loop import Counts, speculative_loop
 from muse_jax.speculative.prompts import prefill_both
@@ -9,6 +11,8 @@ from muse_jax.speculative.tree import TokenTree, best_first, chain, make_tree
 __all__ = [
     "Accepted",
     "Counts",
+    "DFlashConfig",
+    "DFlashDraft",
     "Draft",
     "TokenTree",
     "accept",
