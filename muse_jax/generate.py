@@ -22,7 +22,7 @@ from muse_jax.decode import (
     prefill,
 )
 from muse_jax.guarantee import guarantee
-from muse_jax.kept import Kept, no_tokens, pick
+from muse_jax.kept import VALUES, Kept, no_tokens, pick
 from muse_jax.sampling import MAX_LOGPROBS, Choice, Sampling, as_choice
 from muse_jax.speculative import Draft, prefill_both, speculative_loop
 
@@ -159,10 +159,7 @@ def _loop(
         token, values = pick(weights, output, position, choice, logprobs)
         new = kept.active & ~output.nan
         stop = new & jnp.any(token[:, None] == stops[None, :], axis=1)
-        gathered = {
-            name: getattr(kept, name).at[:, i].set(value)
-            for name, value in zip(("log_probs", "top_tokens", "top_log_probs"), values, strict=False)
-        }
+        gathered = {name: getattr(kept, name).at[:, i].set(value) for name, value in zip(VALUES, values, strict=False)}
         return token, dataclasses.replace(
             kept,
             active=new & ~stop,

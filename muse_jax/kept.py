@@ -10,6 +10,9 @@ from jax.sharding import PartitionSpec
 from muse_jax.decode import DecodeWeights, StepOutput
 from muse_jax.sampling import Choice, choose, log_probs
 
+VALUES = ("log_probs", "top_tokens", "top_log_probs")
+"""Fields of `Kept`, in the order in which `pick` returns their values."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Kept:

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from muse_jax.config import MuseSparkConfig
-from muse_jax.config_checks import shorten
+from muse_jax.config_checks import is_int, shorten
 from muse_jax.errors import ConfigError
 
 MAX_BLOCK = 64
@@ -79,7 +79,7 @@ class DFlashConfig:
             object.__setattr__(self, name, tuple(value) if isinstance(value, list) else value)
         for name in _FLOATS:
             value = getattr(self, name)
-            object.__setattr__(self, name, float(value) if _is_int(value) else value)
+            object.__setattr__(self, name, float(value) if is_int(value) else value)
         problems = _problems(self)
         if problems:
             raise ConfigError("invalid DFlashConfig", problems)
@@ -125,12 +125,8 @@ class DFlashConfig:
         raise ConfigError("cannot use this draft's configuration", problems)
 
 
-def _is_int(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
 def _positive(value: Any) -> bool:
-    return _is_int(value) and 1 <= value < 2**31
+    return is_int(value) and 1 <= value < 2**31
 
 
 def _problems(c: DFlashConfig) -> list[str]:
@@ -159,14 +155,14 @@ def _problems(c: DFlashConfig) -> list[str]:
     )  # fmt: skip
     taps = c.tap_layers
     require(
-        "tap_layers", isinstance(taps, tuple) and bool(taps) and all(_is_int(tap) and tap >= 0 for tap in taps)
+        "tap_layers", isinstance(taps, tuple) and bool(taps) and all(is_int(tap) and tap >= 0 for tap in taps)
         and list(taps) == sorted(set(taps)),
         "one layer at least, counted from 0, ascending",
     )  # fmt: skip
-    require("block_width", _is_int(c.block_width) and 2 <= c.block_width <= MAX_BLOCK, f"2 to {MAX_BLOCK}")
+    require("block_width", is_int(c.block_width) and 2 <= c.block_width <= MAX_BLOCK, f"2 to {MAX_BLOCK}")
     if sizes["vocab_size"]:
         last = c.vocab_size - 1
-        require("mask_token_id", _is_int(c.mask_token_id) and 0 <= c.mask_token_id <= last, f"0 to {last}")
+        require("mask_token_id", is_int(c.mask_token_id) and 0 <= c.mask_token_id <= last, f"0 to {last}")
         if sizes["top_k"]:
             require("top_k", c.top_k <= c.vocab_size, f"1 to vocab_size ({c.vocab_size})")
     require("selector_rank", c.selector_rank is None or _positive(c.selector_rank), "a positive integer, or None")

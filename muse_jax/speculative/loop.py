@@ -9,13 +9,11 @@ import jax.numpy as jnp
 from jax import lax
 
 from muse_jax.decode import GRAPH_OPTIONS, DecodeState, DecodeWeights, StepOutput, run_head, run_layers
-from muse_jax.kept import Kept, no_tokens, pick
+from muse_jax.kept import VALUES, Kept, no_tokens, pick
 from muse_jax.sampling import Choice
 from muse_jax.speculative.accept import accept, commit
 from muse_jax.speculative.draft import Draft
-from muse_jax.speculative.prompts import no_features, tapped
-
-VALUES = ("log_probs", "top_tokens", "top_log_probs")
+from muse_jax.speculative.prompts import features
 
 
 @dataclasses.dataclass(frozen=True)
@@ -114,7 +112,7 @@ def speculative_loop(
         going, lengths = kept.active, state.lengths
         kept = keep(kept, accepted.tokens, accepted.count - ended, ended, [on_path(v) for v in values])
         state = commit(state, accepted, going)
-        seen = no_features(batch * width, weights) if taps is None else tapped(taps, draft)
+        seen = features(draft, weights, taps, batch * width)
         carry = draft.observe(carry, on_path(rows.token), on_path(seen), jnp.where(going, accepted.count, 0), lengths)
         token = jnp.take_along_axis(accepted.tokens, accepted.count[:, None] - 1, axis=1)[:, 0]
         token = jnp.where(ended | ~going, 0, token)

@@ -40,18 +40,15 @@ def prefill_both(
             own = np.flatnonzero(sequence[part] == b)
             row[b, : len(own)], counts[b] = own, len(own)
             lengths[b] = position[part][own[0]] if len(own) else 0
-        seen = tapped(taps, draft) if taps is not None and draft.tap_layers else no_features(size, weights)
-        carry = _observe(draft, carry, jnp.asarray(token[part][row]), seen[row], counts, lengths)
+        seen = features(draft, weights, taps, size)[row]
+        carry = _observe(draft, carry, jnp.asarray(token[part][row]), seen, counts, lengths)
 
     output, state = prefill(weights, state, prompts, chunk=size, on_chunk=observe)
     return output, state, carry
 
 
-def tapped(taps: Taps, draft: Draft) -> jax.Array:
-    """bf16 [T, E, H]: the stream after the MoE of the layers that the draft sees."""
+def features(draft: Draft, weights: DecodeWeights, taps: Taps | None, rows: int) -> jax.Array:
+    """bf16 [T, E, H]: the stream after the MoE of the layers that the draft sees; E = 0 if it sees none."""
+    if taps is None or not draft.tap_layers:
+        return jnp.zeros((rows, 0, weights.config.hidden_size), jnp.bfloat16)
     return taps.residuals[jnp.asarray(draft.tap_layers), 1].astype(jnp.bfloat16).transpose(1, 0, 2)
-
-
-def no_features(rows: int, weights: DecodeWeights) -> jax.Array:
-    """bf16 [T, 0, H], for a draft that sees nothing of the target."""
-    return jnp.zeros((rows, 0, weights.config.hidden_size), jnp.bfloat16)
