@@ -9,6 +9,7 @@ from muse_jax.language_model import LanguageModel, load
 from muse_jax.mesh import make_mesh
 from muse_jax.parity import ParityReport, parity
 from muse_jax.sampling import Sampling
+from muse_jax.speculative.dflash_weights import load_draft, random_draft
 
 __version__ = "0.1.0"
 
@@ -25,6 +26,8 @@ __all__ = [
     "guarantee",
     "inspect_checkpoint",
     "load",
+    "load_draft",
     "make_mesh",
     "parity",
+    "random_draft",
 ]

@@ -23,6 +23,7 @@ from muse_jax.mesh import RANKS, make_mesh
 from muse_jax.parity import ParityReport, flip_bit
 from muse_jax.parity import parity as run_parity
 from muse_jax.sampling import Sampling
+from muse_jax.speculative.dflash_weights import load_draft
 from muse_jax.weights.repack import repack
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, help=__doc__)
@@ -104,6 +105,12 @@ def _calls_per_step(model: LanguageModel) -> str:
     return f"{sum(calls.values())} ({', '.join(sorted(calls))}), counted in the compiled HLO"
 
 
+def _speculation(result: Generation) -> dict[str, str]:
+    if result.tokens_per_step is None:
+        return {}
+    return {"steps": f"{result.steps} after the prompt, {result.tokens_per_step:.2f} tokens each"}
+
+
 @app.command()
 def generate(
     checkpoint: Checkpoint,
@@ -123,11 +130,18 @@ def generate(
     logprobs: Annotated[
         int | None, typer.Option(help="Print every token's log-probability and so many of the most probable ones.")
     ] = None,
+    draft: Annotated[
+        Path | None,
+        typer.Option(help="Folder of a DFlash draft: the same text in fewer steps.", exists=True, file_okay=False),
+    ] = None,
+    draft_width: Annotated[int | None, typer.Option(help="Nodes of its trees. Default: the draft's block.")] = None,
     check: Annotated[
         bool, typer.Option("--check", help="Also compare the text's every tap with the reference.")
     ] = False,
 ) -> None:
     """Continue a prompt with the fused decode step, greedily or sampled."""
+    if draft is None and draft_width is not None:
+        raise ValueError("--draft-width is of no use without --draft")
     sampling = None
     if any(option is not None for option in (temperature, top_k, top_p, min_p, seed)):
         sampling = Sampling(
@@ -142,6 +156,7 @@ def generate(
         sampling=sampling,
         keys=None if sampling is None else jax.random.key(seed or 0, impl="threefry2x32"),
         logprobs=logprobs,
+        draft=None if draft is None else load_draft(draft, model, width=draft_width),
     )
     assert model.tokenizer is not None
     mesh_devices = model.mesh.devices.flat
@@ -154,6 +169,7 @@ def generate(
             "devices": f"{len(mesh_devices)} x {mesh_devices[0].device_kind}, {RANKS} ranks",
             "guarantee": result.guarantee,
             "custom calls per step": _calls_per_step(model),
+            **_speculation(result),
         }
     )
     if result.log_probs is not None:

@@ -50,7 +50,8 @@ def normalise(values: Mapping[str, Any]) -> dict[str, Any]:
     return changed
 
 
-def _is_int(value: Any) -> bool:
+def is_int(value: Any) -> bool:
+    """A whole number, and no bool."""
     return isinstance(value, int) and not isinstance(value, bool)
 
 
@@ -104,7 +105,7 @@ def find_problems(values: Mapping[str, Any]) -> list[str]:
 def _check_scalars(check: _Checker) -> None:
     for name in _INTEGERS:
         value = check.values[name]
-        if not _is_int(value) or not 1 <= value <= _MAX_INT32:
+        if not is_int(value) or not 1 <= value <= _MAX_INT32:
             check.fail(name, f"an integer from 1 to {_MAX_INT32}")
     for name in _FLOATS:
         value = check.values[name]
@@ -199,7 +200,7 @@ def _check_tokens(check: _Checker) -> None:
     size = v["vocab_size"] if check.ok("vocab_size") else _MAX_INT32
 
     def is_token(token: Any) -> bool:
-        return _is_int(token) and 0 <= token < size
+        return is_int(token) and 0 <= token < size
 
     allowed = f"a token id from 0 to {size - 1} (vocab_size - 1)"
     check.require("bos_token_id", is_token, allowed)

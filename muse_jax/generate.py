@@ -9,10 +9,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.sharding import PartitionSpec
 
 from muse_jax.decode import (
     GRAPH_OPTIONS,
+    MAX_ROWS,
     DecodeState,
     DecodeWeights,
     StepOutput,
@@ -22,7 +22,9 @@ from muse_jax.decode import (
     prefill,
 )
 from muse_jax.guarantee import guarantee
-from muse_jax.sampling import MAX_LOGPROBS, Choice, Sampling, as_choice, choose, log_probs
+from muse_jax.kept import VALUES, Kept, no_tokens, pick
+from muse_jax.sampling import MAX_LOGPROBS, Choice, Sampling, as_choice
+from muse_jax.speculative import Draft, prefill_both, speculative_loop
 
 if TYPE_CHECKING:
     from muse_jax.language_model import LanguageModel
@@ -48,6 +50,16 @@ class Generation:
     """int32 [n, logprobs]: the most probable tokens in each one's place, ties to the lowest ids."""
     top_log_probs: list[np.ndarray] | None = None
     """fp32 [n, logprobs]: theirs."""
+    accepted: list[int] | None = None
+    """With a draft: how often a step brought a sequence 0, 1, ... W tokens, those that a stop id or the budget cut off
+    included."""
+
+    @property
+    def tokens_per_step(self) -> float | None:
+        """With a draft: tokens that a step brought a sequence, on average."""
+        if not self.accepted or not sum(self.accepted):
+            return None
+        return sum(n * times for n, times in enumerate(self.accepted)) / sum(self.accepted)
 
 
 def generate(
@@ -59,6 +71,7 @@ def generate(
     sampling: Sampling | Sequence[Sampling] | None = None,
     keys: Any = None,
     logprobs: int | None = None,
+    draft: Draft | None = None,
 ) -> Generation:
     """Continue prompts, greedily unless `sampling` says otherwise.
 
@@ -73,19 +86,37 @@ def generate(
         sampling: options for all prompts, or one per prompt.
         keys: one JAX key per prompt (threefry2x32), where anything is sampled.
         logprobs: also return log-probabilities, of the tokens (0) and of so many most probable ones at each place.
+        draft: proposes tokens, of which a step keeps those that the model itself would have chosen: the same text and
+            log-probabilities in fewer steps.
 
     Raises:
-        ValueError: an empty prompt, ids out of range, options or keys that do not fit, or prompt and new tokens beyond
-            max_position_embeddings.
+        ValueError: an empty prompt, ids out of range, options or keys that do not fit, prompt and new tokens beyond
+            max_position_embeddings, or more tree nodes than a step has rows.
     """
     prompts = as_prompts(prompt_ids)
     stops = tuple(model.config.eos_token_ids if stop_ids is None else np.atleast_1d(np.asarray(stop_ids)).tolist())
     _check(model, prompts, max_new_tokens, stops, logprobs)
+    if draft is not None and not 1 <= draft.width <= MAX_ROWS // len(prompts):
+        raise ValueError(
+            f"the draft's trees have {draft.width} nodes, allowed for {len(prompts)} prompts: "
+            f"1 to {MAX_ROWS // len(prompts)} (a step has {MAX_ROWS} rows)"
+        )
     choice = as_choice(sampling, keys, batch=len(prompts), vocab=model.config.vocab_size)
-    state = init_state(model.config, model.mesh, batch=len(prompts), capacity=max(map(len, prompts)) + max_new_tokens)
-    first, state = prefill(model.weights, state, prompts)
     stop_array = jnp.asarray(stops, jnp.int32)
-    kept, steps, _ = _loop(model.weights, state, first, stop_array, choice, max_new_tokens, logprobs)
+    longest = max(map(len, prompts)) + max_new_tokens
+    if draft is None:
+        state = init_state(model.config, model.mesh, batch=len(prompts), capacity=longest)
+        first, state = prefill(model.weights, state, prompts)
+        kept, steps, _ = _loop(model.weights, state, first, stop_array, choice, max_new_tokens, logprobs)
+        accepted = None
+    else:
+        capacity = min(longest + draft.width, model.config.max_position_embeddings)
+        state = init_state(model.config, model.mesh, batch=len(prompts), capacity=capacity)
+        first, state, carry = prefill_both(model.weights, state, prompts, draft)
+        kept, done, _, _ = speculative_loop(
+            model.weights, state, first, stop_array, choice, draft, carry, max_new_tokens, logprobs
+        )
+        steps, accepted = done.steps, np.asarray(done.accepted).tolist()
     kept = jax.tree.map(np.asarray, kept)
     model.weights.communicator.check()
     counts = kept.count
@@ -101,30 +132,8 @@ def generate(
         log_probs=texts(kept.log_probs),
         top_tokens=texts(kept.top_tokens) if logprobs else None,
         top_log_probs=texts(kept.top_log_probs) if logprobs else None,
+        accepted=accepted,
     )
-
-
-@dataclasses.dataclass(frozen=True)
-class _Kept:
-    """What the loop has gathered of B sequences."""
-
-    active: jax.Array
-    """bool [B]."""
-    tokens: jax.Array
-    """int32 [B, max_new_tokens]."""
-    reason: jax.Array
-    """int32 [B], into FINISH_REASONS."""
-    count: jax.Array
-    """int32 [B]."""
-    log_probs: jax.Array | None
-    """fp32 [B, max_new_tokens]."""
-    top_tokens: jax.Array | None
-    """int32 [B, max_new_tokens, top]."""
-    top_log_probs: jax.Array | None
-    """fp32 [B, max_new_tokens, top]."""
-
-
-jax.tree_util.register_dataclass(_Kept, [f.name for f in dataclasses.fields(_Kept)], [])
 
 
 @functools.partial(
@@ -145,15 +154,12 @@ def _loop(
     """Returns (kept, steps, state: returned so that its buffers are reused)."""
     batch = state.batch
 
-    def keep(i, output: StepOutput, position, kept: _Kept) -> tuple[jax.Array, _Kept]:
+    def keep(i, output: StepOutput, position, kept: Kept) -> tuple[jax.Array, Kept]:
         """Choose and record step i's tokens; decide who goes on."""
-        token, values = _pick(weights, output, position, choice, logprobs)
+        token, values = pick(weights, output, position, choice, logprobs)
         new = kept.active & ~output.nan
         stop = new & jnp.any(token[:, None] == stops[None, :], axis=1)
-        gathered = {
-            name: getattr(kept, name).at[:, i].set(value)
-            for name, value in zip(("log_probs", "top_tokens", "top_log_probs"), values, strict=False)
-        }
+        gathered = {name: getattr(kept, name).at[:, i].set(value) for name, value in zip(VALUES, values, strict=False)}
         return token, dataclasses.replace(
             kept,
             active=new & ~stop,
@@ -172,38 +178,10 @@ def _loop(
         i, _, _, kept = carry
         return (i < max_new_tokens) & jnp.any(kept.active)
 
-    zeros = jnp.zeros(batch, jnp.int32)
-    space = (batch, max_new_tokens)
-    empty = _Kept(
-        active=jnp.ones(batch, bool),
-        tokens=jnp.full(space, -1, jnp.int32),
-        reason=zeros,
-        count=zeros,
-        log_probs=None if logprobs is None else jnp.zeros(space, jnp.float32),
-        top_tokens=None if logprobs is None else jnp.zeros((*space, logprobs), jnp.int32),
-        top_log_probs=None if logprobs is None else jnp.zeros((*space, logprobs), jnp.float32),
-    )
+    empty = no_tokens(batch, max_new_tokens, logprobs)
     start = keep(0, first, state.lengths, empty)
     i, state, _, kept = lax.while_loop(unfinished, body, (jnp.int32(1), state, *start))
     return kept, i - 1, state
-
-
-def _pick(weights: DecodeWeights, output: StepOutput, position, choice: Choice | None, logprobs: int | None):
-    """(tokens [B], what `log_probs` says about them, or nothing)."""
-    if choice is None and logprobs is None:
-        return output.token, ()
-
-    def call(bits, token, position, choice):
-        logits = lax.bitcast_convert_type(bits, jnp.float32)
-        if choice is not None:
-            token = choose(logits, choice, position)
-        return token, () if logprobs is None else log_probs(logits, token, logprobs)
-
-    # Every device has whole rows and does the same. They travel as integers (docs/numerics.md 9).
-    with jax.named_scope("muse_sampling"):
-        return jax.shard_map(
-            call, mesh=weights.mesh, in_specs=PartitionSpec(), out_specs=PartitionSpec(), check_vma=False
-        )(lax.bitcast_convert_type(output.logits, jnp.uint32), output.token, position, choice)
 
 
 def _check(

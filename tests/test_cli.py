@@ -6,7 +6,15 @@ import subprocess
 import sys
 from pathlib import Path
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
+from dflash_helpers import settings, write
+
+from muse_jax.config import MuseSparkConfig
+from muse_jax.speculative import DFlashConfig
+from muse_jax.speculative.dflash_weights import random_draft
 
 ROOT = Path(__file__).parent.parent
 
@@ -127,3 +135,32 @@ def test_documents_name_only_what_exists():
             r"`((?:tests|docs|ffi|muse_jax|checkpoints|benchmarks)/[\w./*-]*)`", document.read_text()
         ):
             assert list(ROOT.glob(name.rstrip("/"))), f"{document.name} names {name}"
+
+
+def test_generate_with_a_draft(checkpoint, tmp_path):
+    """The text is the plain one; what is wrong with a draft's folder is said."""
+    config = MuseSparkConfig.tiny()
+    small = DFlashConfig(
+        vocab_size=config.vocab_size, hidden_size=config.hidden_size, num_attention_heads=4, num_key_value_heads=2,
+        head_dim=16, intermediate_size=64, windows=(12, None), rope_theta=1e4, rms_norm_eps=1e-5, tap_layers=(1, 3),
+        mask_token_id=config.vocab_size - 1, output_multiplier=config.output_multiplier,
+        final_logit_softcapping=20.0, block_width=8, top_k=6, selector_rank=8, conv_group_size=16,
+    )  # fmt: skip
+    shared = jnp.zeros((config.vocab_size, config.hidden_size), jnp.bfloat16)
+    draft = random_draft(small, jax.random.key(0), shared, shared)
+    settings_of = settings(small, num_target_layers=config.num_hidden_layers)
+    folder = write(tmp_path / "draft", {n: np.asarray(a) for n, a in draft.params.items()}, settings_of)
+
+    def text(*options):
+        return muse("generate", checkpoint, "--max-new-tokens", 12, *options)
+
+    plain, drafted = text(), text("--draft", folder, "--draft-width", 5)
+    facts = [line for line in drafted.splitlines() if not line.startswith("steps ")]
+    assert facts == plain.splitlines() and "tokens each" in drafted
+    for options, message in (
+        (("--draft", folder, "--draft-width", 9), "width"),
+        (("--draft-width", 3), "--draft-width is of no use without --draft"),
+    ):
+        assert message in muse("generate", checkpoint, *options, code=2)
+    (folder / "model.safetensors").unlink()
+    assert "safetensors" in muse("generate", checkpoint, "--draft", folder, code=2)

@@ -87,6 +87,11 @@ MUSE_FN uint32_t to_e2m1_sat(float y) {
   return magnitude | (y < 0.0f ? 8u : 0u);
 }
 
+// The scale of a block of activations whose largest magnitude is amax; NaN where not all are finite.
+MUSE_FN uint8_t activation_scale(float amax, bool finite, float input_scale) {
+  return finite ? to_e4m3_sat((amax / 6.0f) / input_scale) : kNan8;
+}
+
 // Activation quantiser of one block of 16 bf16 values; returns the scale's bits and fills 16 codes.
 MUSE_FN uint8_t quantize_block(const uint16_t* x, float input_scale, uint8_t* codes) {
   float amax = 0.0f;
@@ -96,7 +101,7 @@ MUSE_FN uint8_t quantize_block(const uint16_t* x, float input_scale, uint8_t* co
     amax = a > amax ? a : amax;
     finite = finite && bf16_finite(x[i]);
   }
-  const uint8_t sf = finite ? to_e4m3_sat((amax / 6.0f) / input_scale) : kNan8;
+  const uint8_t sf = activation_scale(amax, finite, input_scale);
   const bool zero = sf == 0 || sf == kNan8;
   const float divisor = from_e4m3(sf) * input_scale;
   for (int i = 0; i < 16; ++i) codes[i] = zero ? 0 : static_cast<uint8_t>(to_e2m1_sat(from_bf16(x[i]) / divisor));

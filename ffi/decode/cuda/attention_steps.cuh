@@ -27,13 +27,7 @@ class AttentionSteps : public RowSteps {
         reinterpret_cast<uint32_t*>(mine<uint16_t>(w_.u) + at * kHeadDim)[lane] = two;
         continue;
       }
-      float own[4];
-#pragma unroll
-      for (int e = 0; e < 4; ++e) {  // element j + 16 e of the head
-        const uint32_t pair = __shfl_sync(~0u, two, (lane % 16 + 16 * e) / 2);
-        own[e] = lane % 2 ? high_bf16(pair) : low_bf16(pair);
-      }
-      const float r = inverse_rms(warp_sumsq64(own), kHeadDim, p_.eps);
+      const float r = head_scale(two, lane);
       float y0 = round_bf16(low_bf16(two) * r), y1 = round_bf16(high_bf16(two) * r);
       if (p_.kind[l].rope) {
         const float* table = a_.shared.rope + s_.rows.position[i] * kHeadDim;
@@ -72,6 +66,17 @@ class AttentionSteps : public RowSteps {
   }
 
  private:
+  // 1 / rms of a head by one warp, two neighbouring elements a lane.
+  __device__ float head_scale(uint32_t two, int lane) const {
+    float own[4];
+#pragma unroll
+    for (int e = 0; e < 4; ++e) {  // element j + 16 e
+      const uint32_t pair = __shfl_sync(~0u, two, (lane % 16 + 16 * e) / 2);
+      own[e] = lane % 2 ? high_bf16(pair) : low_bf16(pair);
+    }
+    return inverse_rms(warp_sumsq64(own), kHeadDim, p_.eps);
+  }
+
   __device__ void cache(int64_t l, int i, int head, uint32_t key, uint32_t value) {
     const int lane = lane_index();
     const auto finite = [](uint32_t two) {
@@ -229,13 +234,7 @@ class AttentionSteps : public RowSteps {
   // o = R((a * r64) * sigmoid(u)) for one query head by one warp, two dimensions a lane.
   __device__ void store_gated(uint32_t a, uint32_t u, uint16_t* o) {
     const int lane = lane_index();
-    float own[4];
-#pragma unroll
-    for (int e = 0; e < 4; ++e) {  // element j + 16 e of the head
-      const uint32_t pair = __shfl_sync(~0u, a, (lane % 16 + 16 * e) / 2);
-      own[e] = lane % 2 ? high_bf16(pair) : low_bf16(pair);
-    }
-    const float r = inverse_rms(warp_sumsq64(own), kHeadDim, p_.eps);
+    const float r = head_scale(a, lane);
     uint32_t gated = 0;
 #pragma unroll 1  // one copy of the sigmoid; the halves end in their places
     for (int e = 0; e < 2; ++e, a >>= 16, u >>= 16)

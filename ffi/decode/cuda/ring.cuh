@@ -23,20 +23,20 @@ __device__ __forceinline__ void barrier_arrive(uint64_t* barrier) {
   asm volatile("mbarrier.arrive.shared.b64 _, [%0];" ::"r"(shared_address(barrier)) : "memory");
 }
 
-// The same without the wait, for lanes that look at barriers of their own.
-__device__ __forceinline__ bool barrier_is_past(uint64_t* barrier, uint32_t parity) {
+// True once the phase with this parity is over; waits a short while by itself.
+__device__ __forceinline__ bool barrier_passed(uint64_t* barrier, uint32_t parity) {
   uint32_t passed;
-  asm volatile("{ .reg .pred p; mbarrier.test_wait.parity.shared.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }"
+  asm volatile("{ .reg .pred p; mbarrier.try_wait.parity.shared.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }"
                : "=r"(passed)
                : "r"(shared_address(barrier)), "r"(parity)
                : "memory");
   return passed != 0;
 }
 
-// True once the phase with this parity is over; waits a short while by itself.
-__device__ __forceinline__ bool barrier_passed(uint64_t* barrier, uint32_t parity) {
+// The same without the wait, for lanes that look at barriers of their own.
+__device__ __forceinline__ bool barrier_is_past(uint64_t* barrier, uint32_t parity) {
   uint32_t passed;
-  asm volatile("{ .reg .pred p; mbarrier.try_wait.parity.shared.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }"
+  asm volatile("{ .reg .pred p; mbarrier.test_wait.parity.shared.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }"
                : "=r"(passed)
                : "r"(shared_address(barrier)), "r"(parity)
                : "memory");

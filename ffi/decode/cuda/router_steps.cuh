@@ -67,11 +67,8 @@ class RouterSteps : public AttentionSteps {
       amax = fmaxf(amax, __shfl_xor_sync(~0u, amax, step));
       finite = __shfl_xor_sync(~0u, finite, step) && finite;
     }
-    const uint8_t sf = block_scale(amax, finite, input_scale);
+    const uint8_t sf = activation_scale(amax, finite, input_scale);
     return {sf, sf == 0 || sf == kNan8 ? 0u : to_e2m1_sat(from_bf16(x) / (from_e4m3(sf) * input_scale))};
-  }
-  __device__ static uint8_t block_scale(float amax, bool finite, float input_scale) {
-    return finite ? to_e4m3_sat((amax / 6.0f) / input_scale) : kNan8;
   }
 
  private:
@@ -143,7 +140,7 @@ class RouterSteps : public AttentionSteps {
         amax = fmaxf(amax, fmaxf(abs32(from_bf16(x)), abs32(from_bf16(y))));
         finite = finite && bf16_finite(x) && bf16_finite(y);
       }
-      const uint8_t sf = block_scale(amax, finite, input_scale);
+      const uint8_t sf = activation_scale(amax, finite, input_scale);
       const bool zero = sf == 0 || sf == kNan8;
       const float scale = from_e4m3(sf), divisor = scale * input_scale;
       const auto stands_for = [&](uint32_t two) {  // what the codes and their scale stand for

@@ -1,0 +1,25 @@
+"""Speculative decoding: a draft proposes a tree of tokens, one step of the target verifies it, nothing changes."""
+
+from muse_jax.speculative.accept import Accepted, accept, commit
+from muse_jax.speculative.dflash import DFlashDraft
+from muse_jax.speculative.dflash_config import DFlashConfig
+from muse_jax.speculative.draft import Draft
+from muse_jax.speculative.loop import Counts, speculative_loop
+from muse_jax.speculative.prompts import prefill_both
+from muse_jax.speculative.tree import TokenTree, best_first, chain, make_tree
+
+__all__ = [
+    "Accepted",
+    "Counts",
+    "DFlashConfig",
+    "DFlashDraft",
+    "Draft",
+    "TokenTree",
+    "accept",
+    "best_first",
+    "chain",
+    "commit",
+    "make_tree",
+    "prefill_both",
+    "speculative_loop",
+]

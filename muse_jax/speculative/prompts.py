@@ -1,0 +1,54 @@
+"""Prefill of the target and, chunk by chunk, of its draft."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from muse_jax.decode import MAX_ROWS, DecodeState, DecodeWeights, StepOutput, Taps, prefill
+from muse_jax.speculative.draft import Draft
+
+_observe = jax.jit(lambda draft, *operands: draft.observe(*operands), donate_argnums=1)
+
+
+def prefill_both(
+    weights: DecodeWeights, state: DecodeState, prompts: list[list[int]], draft: Draft
+) -> tuple[StepOutput, DecodeState, Any]:
+    """Prompts into an empty state.
+
+    Returns:
+        (output after each prompt's last token, state, the draft's carry).
+    """
+    batch = state.batch
+    carry = draft.start(batch=batch, capacity=state.capacity)
+    # The order of prefill's rows.
+    sequence = np.repeat(np.arange(batch), [len(p) for p in prompts])
+    position = np.concatenate([np.arange(len(p)) for p in prompts])
+    token = np.concatenate([np.asarray(p, np.int32) for p in prompts])
+    size = min(MAX_ROWS, len(token))
+    done = 0
+
+    def observe(count: int, taps: Taps | None, output: StepOutput) -> None:
+        nonlocal carry, done
+        del output
+        part = slice(done, done + count)
+        done += count
+        row = np.zeros((batch, size), np.int32)  # of the chunk, by sequence
+        counts, lengths = np.zeros(batch, np.int32), np.zeros(batch, np.int32)
+        for b in range(batch):
+            own = np.flatnonzero(sequence[part] == b)
+            row[b, : len(own)], counts[b] = own, len(own)
+            lengths[b] = position[part][own[0]] if len(own) else 0
+        seen = features(draft, weights, taps, size)[row]
+        carry = _observe(draft, carry, jnp.asarray(token[part][row]), seen, counts, lengths)
+
+    output, state = prefill(weights, state, prompts, chunk=size, on_chunk=observe)
+    return output, state, carry
+
+
+def features(draft: Draft, weights: DecodeWeights, taps: Taps | None, rows: int) -> jax.Array:
+    """bf16 [T, E, H]: the stream after the MoE of the layers that the draft sees; E = 0 if it sees none."""
+    if taps is None or not draft.tap_layers:
+        return jnp.zeros((rows, 0, weights.config.hidden_size), jnp.bfloat16)
+    return taps.residuals[jnp.asarray(draft.tap_layers), 1].astype(jnp.bfloat16).transpose(1, 0, 2)

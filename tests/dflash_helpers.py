@@ -1,0 +1,120 @@
+"""Small drafts, and both implementations of them on the same features."""
+
+import json
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from oracle import dflash as oracle
+from safetensors.numpy import save_file
+
+from muse_jax.speculative import dflash_model as model
+from muse_jax.speculative.dflash import DFlashDraft
+from muse_jax.speculative.dflash_config import DFlashConfig
+from muse_jax.speculative.dflash_weights import random_draft
+
+CAPACITY = 8000
+CHUNK = 8
+
+V2 = DFlashConfig(
+    vocab_size=96, hidden_size=64, num_attention_heads=4, num_key_value_heads=2, head_dim=16, intermediate_size=96,
+    windows=(12, None), rope_theta=1e4, rms_norm_eps=1e-5, tap_layers=(1, 2, 3), mask_token_id=94,
+    output_multiplier=2.0, final_logit_softcapping=20.0, block_width=8, top_k=6, selector_rank=16, conv_group_size=16,
+)  # fmt: skip
+V1 = V2.replace(selector_rank=None, conv_group_size=None)
+# One layer: a row's output depends on the context through its own attention alone.
+SINGLE = V1.replace(windows=(12,))
+RING = 12 + 2 * 8  # rows of the sliding layers
+
+# Without this option XLA drops roundings to bf16 inside a fusion.
+AS_WRITTEN = {"xla_allow_excess_precision": False}
+hidden_states = jax.jit(model.hidden_states, static_argnums=0, compiler_options=AS_WRITTEN)
+inject = jax.jit(model.inject, static_argnums=0, compiler_options=AS_WRITTEN)
+lattice = jax.jit(DFlashDraft.lattice)
+observe = jax.jit(DFlashDraft.observe)
+propose = jax.jit(DFlashDraft.propose)
+
+
+def normal(seed: int, *shape: int) -> jax.Array:
+    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), jnp.bfloat16)
+
+
+def make(config: DFlashConfig, seed: int = 0, width: int | None = None) -> DFlashDraft:
+    table, head = normal(seed + 1, config.vocab_size, 64), normal(seed + 2, config.vocab_size, 64) / 8
+    return random_draft(config, jax.random.key(seed, impl="rbg"), 3 * table, head, width=width)
+
+
+def weights(draft: DFlashDraft) -> dict[str, np.ndarray]:
+    return {name: np.asarray(array) for name, array in draft.params.items()}
+
+
+def features(seed: int, count: int) -> jax.Array:
+    """Of one sequence: bf16 [1, T, E, H]."""
+    return normal(seed, 1, count, 3, 64)
+
+
+def ints(*values: int) -> jax.Array:
+    return jnp.array(values, jnp.int32)
+
+
+def feed(draft: DFlashDraft, carry, given: jax.Array, first: int = 0, chunk: int = CHUNK):
+    """One sequence's features in calls of `chunk` rows; the last is filled up with NaN."""
+    for start in range(0, given.shape[1], chunk):
+        part = given[:, start : start + chunk]
+        count = part.shape[1]
+        part = jnp.pad(part, ((0, 0), (0, chunk - count), (0, 0), (0, 0)), constant_values=jnp.nan)
+        carry = inject(draft.config, draft.params, carry, part, ints(count), ints(first + start))
+    return carry
+
+
+def context(draft: DFlashDraft, length: int, seed: int = 5, seen: int = 70):
+    """(our context, the oracle's) of a sequence of `length` tokens of which the last `seen` were observed."""
+    count = min(length, seen)
+    given = features(seed, 70)[:, 70 - count :]
+    ours = feed(draft, draft.start(batch=1, capacity=CAPACITY), given, length - count)
+    theirs = oracle.new_context(draft.config)
+    oracle.inject(draft.config, weights(draft), theirs, np.asarray(given[0]), length - count)
+    return ours, theirs
+
+
+def block(draft: DFlashDraft, token: int) -> jax.Array:
+    """What is forwarded, bf16 [1, W, H]: plain rows of the table."""
+    ids = [token] + [draft.config.mask_token_id] * (draft.config.block_width - 1)
+    return draft.embedding[jnp.array(ids)][None]
+
+
+def rms(found, expected) -> float:
+    """Of the difference, relative to that of what is expected."""
+    found, expected = np.asarray(found, np.float64), np.asarray(expected, np.float64)
+    if np.array_equal(found, expected):
+        return 0.0
+    return float(np.sqrt(np.mean((found - expected) ** 2) / np.mean(expected**2)))
+
+
+def settings(config: DFlashConfig, **changes) -> dict:
+    """A config.json with `dflash_config`, as z-lab's."""
+    inner = {
+        "block_size": config.block_width, "mask_token_id": config.mask_token_id, "conv_kernel_size": 2,
+        "conv_group_size": config.conv_group_size, "selector_rank": config.selector_rank,
+        "selector_top_k": config.top_k, "target_layer_ids": list(config.tap_layers),
+        "output_multiplier": config.output_multiplier, "final_logit_softcapping": config.final_logit_softcapping,
+    }  # fmt: skip
+    return {
+        "architectures": ["DFlash2DraftModel"], "model_type": "qwen3", "is_causal": False, "attention_bias": False,
+        "hidden_act": "silu", "vocab_size": config.vocab_size, "hidden_size": config.hidden_size,
+        "intermediate_size": config.intermediate_size, "head_dim": config.head_dim,
+        "num_attention_heads": config.num_attention_heads, "num_key_value_heads": config.num_key_value_heads,
+        "num_hidden_layers": config.num_layers, "num_target_layers": 3, "rms_norm_eps": config.rms_norm_eps,
+        "rope_parameters": {"rope_theta": config.rope_theta, "rope_type": "default"}, "use_sliding_window": True,
+        "sliding_window": 12, "layer_types": ["sliding_attention", "full_attention"],
+        "dflash_config": {name: value for name, value in inner.items() if value is not None}, **changes,
+    }  # fmt: skip
+
+
+def write(folder: Path, tensors: dict, config: dict) -> Path:
+    """A draft's folder."""
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    save_file(tensors, folder / "model.safetensors")
+    return folder

@@ -1,0 +1,395 @@
+"""Speculative decoding changes nothing: trees, acceptance, caches, and whole texts against plain decoding."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from decode_helpers import drawn, small
+from op_helpers import same
+
+from muse_jax.decode import MAX_ROWS, init_state, prefill
+from muse_jax.generate import generate
+from muse_jax.language_model import LanguageModel
+from muse_jax.mesh import make_mesh
+from muse_jax.sampling import Sampling
+from muse_jax.speculative import (
+    DFlashConfig,
+    TokenTree,
+    accept,
+    best_first,
+    chain,
+    make_tree,
+    prefill_both,
+    speculative_loop,
+)
+from muse_jax.speculative.dflash_weights import random_draft
+from muse_jax.weights import random_params
+
+LIMIT = 160  # max_position_embeddings
+PROMPTS = [[5], [9, 8, 7, 6, 5, 4, 3, 2, 1], [33, 20, 61], [1, 2, 3, 4, 5, 6]]
+
+
+def language_model(config, seed: int, devices: int = 8, **changes) -> LanguageModel:
+    mesh = make_mesh(devices)
+    params = random_params(config, seed, mesh, quantized=True)
+    return LanguageModel(config, params | changes, mesh)
+
+
+@pytest.fixture(scope="module")
+def model():
+    return language_model(small(max_position_embeddings=LIMIT), 41)
+
+
+# Trees ---------------------------------------------------------------------------------------------------------------
+
+
+def host(tree: TokenTree) -> tuple[np.ndarray, ...]:
+    return tuple(np.asarray(x)[0] for x in (tree.token, tree.parent, tree.depth, tree.ancestors))
+
+
+def test_recorded_marginals():
+    """Ties at -1, -1.25 and -1.5, worked out by hand."""
+    scores = jnp.array([[[[-0.5, -1, -3]], [[-0.5, -0.75, -2]], [[-0.25, -3, -4]]]], jnp.float32)
+    ids = jnp.array([[[10, 11, 12], [20, 21, 22], [30, 31, 32]]], jnp.int32)
+    tree, score = best_first(jnp.array([1], jnp.int32), ids, scores, width=8)
+    token, parent, depth, ancestors = host(tree)
+    assert token.tolist() == [1, 10, 11, 20, 21, 30, 20, 30]
+    assert parent.tolist() == [-1, 0, 0, 1, 1, 3, 2, 4] and depth.tolist() == [0, 1, 1, 2, 2, 3, 2, 3]
+    assert score[0].tolist() == [0, -0.5, -1, -1, -1.25, -1.25, -1.5, -1.5]
+    lines = ["10000000", "11000000", "10100000", "11010000", "11001000", "11010100", "10100010", "11001001"]
+    assert ["".join("01"[int(x)] for x in line) for line in ancestors] == lines
+
+
+def test_recorded_lattice_and_walks():
+    rows = [
+        [[2, 1, 0, -1]] * 4,
+        [[0, 2, 1, -1], [3, 0, 0, 0], [0, 0, 1, 1], [1, 1, 1, 1]],
+        [[0, 0, 4, 0], [2, 2, 0, 0], [1, 0, 0, 3], [0, 0, 0, 0]],
+    ]
+    scores = jax.nn.log_softmax(jnp.array([rows], jnp.float32), axis=-1)
+    ids = jnp.array([[[10, 11, 12, 13], [20, 21, 22, 23], [30, 31, 32, 33]]], jnp.int32)
+    tree, score = best_first(jnp.array([1], jnp.int32), ids, scores, width=8)
+    token, parent, _, _ = host(tree)
+    assert token.tolist() == [1, 10, 21, 11, 20, 32, 30, 31] and parent.tolist() == [-1, 0, 1, 0, 3, 4, 2, 2]
+    np.testing.assert_allclose(score[0], [0, -0.4402, -0.8804, -1.4402, -1.5794, -1.6329, -1.7005, -1.7005], atol=1e-4)
+    for follows, path, tokens in (
+        ([10, 21, 30, 20, 32, 7, 8, 9], [0, 1, 2, 6], [10, 21, 30, 8]),
+        ([11, 21, 30, 20, 31, 7, 8, 9], [0, 3, 4], [11, 20, 31]),
+        ([12, 21, 30, 20, 31, 7, 8, 9], [0], [12]),
+    ):
+        got = accept(tree, jnp.array([follows]), jnp.ones((1, 8), bool))
+        count = int(got.count[0])
+        assert got.path[0, :count].tolist() == path and got.tokens[0, :count].tolist() == tokens
+
+
+best_first_compiled = jax.jit(best_first, static_argnames="width")
+
+
+@pytest.mark.parametrize("seed", range(18))
+def test_best_first_takes_the_most_probable(seed):
+    """Against all prefixes; parents first, falling scores, no token twice below a node, a wider tree begins with it."""
+    rng = np.random.default_rng(seed)
+    places, count = int(rng.integers(1, 5)), int(rng.integers(1, 5))
+    rows = int(rng.choice([1, count]))
+    edges = np.log(rng.dirichlet(np.ones(count), (1, places, rows))).astype(np.float32)
+    if seed % 3 == 0:  # ties
+        edges = np.round(edges * 2) / 2
+    ids = np.stack([rng.permutation(50)[:count] for _ in range(places)])[None].astype(np.int32)
+    total = sum(count**d for d in range(1, places + 1))
+    width = int(rng.integers(1, min(total, 20) + 1)) + (total < 20 and seed % 2)
+    width = min(width, total + 1)
+    tree, score = best_first_compiled(jnp.array([99], jnp.int32), ids, edges, width=width)
+    token, parent, depth, ancestors = host(tree)
+
+    prefixes = {}
+    for length in range(1, places + 1):
+        for taken in itertools.product(range(count), repeat=length):
+            sums = np.float32(0)
+            for d, c in enumerate(taken):
+                sums = np.float32(sums + edges[0, d, 0 if d == 0 or rows == 1 else taken[d - 1], c])
+            prefixes[taken] = float(sums)
+    best = sorted(prefixes.values(), reverse=True)[: width - 1]
+    np.testing.assert_array_equal(np.asarray(score)[0, 1:], np.float32(best))
+    assert (np.diff(np.asarray(score)[0]) <= 0).all()
+    for i in range(1, width):
+        assert 0 <= parent[i] < i and depth[i] == depth[parent[i]] + 1
+        assert (ancestors[i] == (ancestors[parent[i]] | (np.arange(width) == i))).all()
+    pairs = list(zip(parent[1:].tolist(), token[1:].tolist(), strict=True))
+    assert len(set(pairs)) == len(pairs)
+    if width > 2:
+        shorter, _ = best_first_compiled(jnp.array([99], jnp.int32), ids, edges, width=width - 1)
+        assert (np.asarray(shorter.parent) == parent[: width - 1]).all()
+
+
+def test_numbers_that_are_none_come_last():
+    edges = jnp.array([[[[np.nan, -1.0, 0.5]], [[-np.inf, np.nan, -2.0]]]], jnp.float32)
+    ids = jnp.array([[[1, 2, 3], [4, 5, 6]]], jnp.int32)
+    tree, score = best_first(jnp.array([0], jnp.int32), ids, edges, width=6)
+    assert tree.token[0, :4].tolist() == [0, 3, 2, 6] and score[0, 1].item() == 0
+    assert not np.isnan(np.asarray(score)).any()
+
+
+@pytest.mark.parametrize(
+    ("shapes", "width", "message"),
+    [
+        (((1,), (1, 2, 3), (1, 2, 2, 3)), 2, r"expected \[B\], \[B, G, K\], \[B, G, 1 or K, K\]"),
+        (((2,), (1, 2, 3), (1, 2, 1, 3)), 2, "expected"),
+        (((1,), (1, 2, 1), (1, 2, 1, 1)), 4, r"width is 4, allowed: 1 to 3 \(2 places of 1 candidates\)"),
+        (((1,), (1, 9, 9), (1, 9, 1, 9)), 65, "width is 65, allowed: 1 to 64"),
+    ],
+)
+def test_wrong_trees(shapes, width, message):
+    token, ids, edges = (jnp.zeros(s, t) for s, t in zip(shapes, (jnp.int32, jnp.int32, jnp.float32), strict=True))
+    with pytest.raises(ValueError, match=message):
+        best_first(token, ids, edges, width=width)
+
+
+@pytest.mark.parametrize("width", [1, 2, 5, 16])
+def test_accept_is_the_walk(width):
+    """Node by node: the first child with the wanted token; some nodes are not there, siblings may repeat a token."""
+    rng, batch = np.random.default_rng(width), 300
+    parent = np.array([[-1, *(int(rng.integers(0, i)) for i in range(1, width))] for _ in range(batch)], np.int32)
+    token, follows = (rng.integers(0, 3, (batch, width)).astype(np.int32) for _ in range(2))
+    follows[rng.random((batch, width)) < 0.1] = -1
+    there = np.arange(width) < rng.integers(1, width + 1, (batch, 1))
+    got = jax.jit(lambda token, parent, *rest: accept(make_tree(token, parent), *rest))(token, parent, follows, there)
+    got = jax.tree.map(np.asarray, got)
+    for b in range(batch):
+        path = [0]
+        while True:
+            wanted = follows[b, path[-1]]
+            nexts = [i for i in range(width) if there[b, i] and parent[b, i] == path[-1] and token[b, i] == wanted]
+            if not nexts:
+                break
+            path.append(nexts[0])
+        assert got.path[b, : int(got.count[b])].tolist() == path
+        assert got.tokens[b, : len(path)].tolist() == follows[b, path].tolist()
+
+
+# Texts ---------------------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Scripted:
+    """A draft that knows what comes, or thinks so: random trees of the script's tokens and of others."""
+
+    script: jax.Array
+    """int32 [B, positions]: the token at each position."""
+    right: float = dataclasses.field(metadata={"static": True})
+    """How often a node has the script's token."""
+    width: int = dataclasses.field(metadata={"static": True})
+    shape: str = dataclasses.field(default="random", metadata={"static": True})
+    tap_layers: tuple[int, ...] = dataclasses.field(default=(), metadata={"static": True})
+
+    def start(self, *, batch, capacity):
+        """What it has seen: the token at each position, and the sum of its features' bits."""
+        return jnp.zeros((batch, capacity), jnp.int32), jnp.zeros((batch, capacity), jnp.int32)
+
+    def observe(self, carry, token, features, count, lengths):
+        seen, felt = carry
+        place = jnp.arange(token.shape[1])
+        at = jnp.where(place < count[:, None], lengths[:, None] + place, seen.shape[1])
+        of = jnp.arange(token.shape[0])[:, None]
+        values = jax.lax.bitcast_convert_type(features, jnp.uint16).astype(jnp.int32).sum(axis=(2, 3))
+        return seen.at[of, at].set(token, mode="drop"), felt.at[of, at].set(values, mode="drop")
+
+    def propose(self, carry, token, lengths):
+        key = jax.random.fold_in(jax.random.key(0), lengths.sum())
+        shape = (token.shape[0], self.width)
+        node = jnp.arange(self.width)
+        if self.shape == "random":
+            parent = jax.random.randint(key, shape, 0, jnp.maximum(node, 1)).at[:, 0].set(-1)
+        else:
+            parent = jnp.broadcast_to(node - 1 if self.shape == "chain" else jnp.where(node, 0, -1), shape)
+        tree = make_tree(jnp.broadcast_to(token[:, None], shape), parent.astype(jnp.int32))
+        known = jnp.take_along_axis(self.script, (lengths[:, None] + tree.depth) % self.script.shape[1], axis=1)
+        other = jax.random.randint(jax.random.fold_in(key, 1), shape, 0, 64)
+        good = jax.random.uniform(jax.random.fold_in(key, 2), shape) < self.right
+        chosen = jnp.where(good, known, other if self.right > 0 else (known + 1) % 64).at[:, 0].set(token)
+        return dataclasses.replace(tree, token=chosen.astype(jnp.int32)), carry
+
+
+jax.tree_util.register_dataclass(Scripted, ["script"], ["right", "width", "shape", "tap_layers"])
+
+
+def script(prompts, texts):
+    """int32 [B, positions] of whole texts."""
+    whole = [[*p, *t] for p, t in zip(prompts, texts, strict=True)]
+    out = np.zeros((len(whole), max(map(len, whole)) + MAX_ROWS), np.int32)
+    for row, text in zip(out, whole, strict=True):
+        row[: len(text)] = text
+    return jnp.asarray(out)
+
+
+def same_generation(a, b):
+    assert (a.tokens, a.finish_reasons) == (b.tokens, b.finish_reasons)
+    for name in ("log_probs", "top_tokens", "top_log_probs"):
+        for x, y in zip(getattr(a, name) or (), getattr(b, name) or (), strict=True):
+            same(x, y)
+
+
+DRAFTS = [
+    (1.0, 16, "chain"), (0.0, 16, "random"), (0.7, 16, "random"), (0.7, 5, "chain"), (0.8, 16, "star"),
+    (0.5, 1, "chain"), (0.5, 2, "random"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("right", "width", "shape"), DRAFTS)
+def test_greedy_text_is_the_plain_one(model, right, width, shape):
+    """Tokens, reasons and log-probabilities, of four prompts at once."""
+    plain = generate(model, PROMPTS, max_new_tokens=60, stop_ids=(), logprobs=2)
+    draft = Scripted(script(PROMPTS, plain.tokens), right, width, shape)
+    made = generate(model, PROMPTS, max_new_tokens=60, stop_ids=(), logprobs=2, draft=draft)
+    same_generation(made, plain)
+    if right == 1:
+        # 1 from the prefill, 59 in steps of 16; the script ends within the last.
+        assert made.steps == 4 and made.accepted[16] == 12 and made.tokens_per_step == 15
+    elif right == 0:
+        assert made.steps == 59 and made.tokens_per_step == 1
+    assert len(made.accepted) == width + 1 and sum(made.accepted) >= 4 * made.steps - 12
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_sampled_text_is_the_plain_one(model, seed):
+    """The same keys give the same text, with and without a draft, whatever the options."""
+    options = [
+        Sampling(temperature=0.8), Sampling(temperature=1.3, top_k=9), Sampling(temperature=0.7, top_p=0.8, min_p=0.02),
+        Sampling(temperature=0, logit_bias={3: 0.5}),
+    ]  # fmt: skip
+    keys = jax.random.split(jax.random.key(seed), 4)
+    given = dict(max_new_tokens=40, stop_ids=(7,), sampling=options, keys=keys, logprobs=1)
+    plain = generate(model, PROMPTS, **given)
+    draft = Scripted(script(PROMPTS, plain.tokens), 0.8, 16)
+    same_generation(generate(model, PROMPTS, draft=draft, **given), plain)
+
+
+@pytest.mark.parametrize("budget", [1, 2, 3, 5, 15, 16, 17, 18, 33])
+def test_budgets(model, budget):
+    plain = generate(model, PROMPTS, max_new_tokens=budget, stop_ids=(), logprobs=0)
+    longer = generate(model, PROMPTS, max_new_tokens=60, stop_ids=())
+    draft = Scripted(script(PROMPTS, longer.tokens), 0.9, 16, "chain")
+    same_generation(generate(model, PROMPTS, max_new_tokens=budget, stop_ids=(), logprobs=0, draft=draft), plain)
+
+
+def test_every_stop_id(model):
+    """A stop id may be any node of the path, the token behind it, or the first of all."""
+    longer = generate(model, PROMPTS, max_new_tokens=40, stop_ids=())
+    draft = Scripted(script(PROMPTS, longer.tokens), 0.9, 16, "chain")
+    for stop in sorted(set(itertools.chain(*longer.tokens)))[::3]:
+        plain = generate(model, PROMPTS, max_new_tokens=40, stop_ids=(stop,), logprobs=0)
+        same_generation(generate(model, PROMPTS, max_new_tokens=40, stop_ids=(stop,), logprobs=0, draft=draft), plain)
+
+
+def test_to_the_last_position(model):
+    """At max_position_embeddings trees are cut short, texts are not."""
+    prompts = [[3] * (LIMIT - 30), [4, 5]]
+    plain = generate(model, prompts, max_new_tokens=30, stop_ids=(), logprobs=0)
+    draft = Scripted(script(prompts, plain.tokens), 0.9, 16, "chain")
+    same_generation(generate(model, prompts, max_new_tokens=30, stop_ids=(), logprobs=0, draft=draft), plain)
+
+
+def test_logits_that_are_no_numbers_end_the_text():
+    """As in plain decoding, wherever in a path the row is."""
+    config = small(max_position_embeddings=LIMIT)
+    model = language_model(config, 41)
+    plain = generate(model, PROMPTS, max_new_tokens=30, stop_ids=())
+    bad = plain.tokens[0][7]
+    embed = np.array(model.params["embed_tokens.weight"])
+    embed[bad, 3] = np.nan
+    broken = language_model(
+        config, 41, **{"embed_tokens.weight": jax.device_put(embed, model.params["embed_tokens.weight"].sharding)}
+    )
+    plain = generate(broken, PROMPTS, max_new_tokens=30, stop_ids=(), logprobs=0)
+    assert plain.finish_reasons[0] == "nan"
+    draft = Scripted(script(PROMPTS, plain.tokens), 0.9, 16, "chain")
+    same_generation(generate(broken, PROMPTS, max_new_tokens=30, stop_ids=(), logprobs=0, draft=draft), plain)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_random_models(seed):
+    """Any configuration, window and draft."""
+    rng = np.random.default_rng(seed)
+    model = language_model(drawn(seed), seed, int(rng.choice([1, 2, 4, 8])))
+    vocab = min(model.config.vocab_size, 64)
+    prompts = [rng.integers(0, vocab, n).tolist() for n in rng.integers(1, 40, rng.integers(1, 5))]
+    plain = generate(model, prompts, max_new_tokens=50, stop_ids=(), logprobs=0)
+    width = int(rng.integers(1, 17))
+    draft = Scripted(script(prompts, plain.tokens), float(rng.uniform(0.3, 1)), width)
+    same_generation(generate(model, prompts, max_new_tokens=50, stop_ids=(), logprobs=0, draft=draft), plain)
+
+
+def test_caches_and_what_the_draft_saw(model):
+    """After the loop: the committed caches are those of a prefill of the whole texts; the draft saw every committed
+    token once, in order, with the features of plain decoding."""
+    taps = (0, 1)
+    plain = generate(model, PROMPTS, max_new_tokens=40, stop_ids=())
+    draft = Scripted(script(PROMPTS, plain.tokens), 0.8, 16, tap_layers=taps)
+    state = init_state(model.config, model.mesh, batch=4, capacity=96)
+    first, state, carry = prefill_both(model.weights, state, PROMPTS, draft)
+    kept, _, state, (seen, felt) = speculative_loop(
+        model.weights, state, first, jnp.zeros(0, jnp.int32), None, draft, carry, 40, None
+    )
+    lengths = np.asarray(state.lengths)
+    whole = [[*p, *t] for p, t in zip(PROMPTS, np.asarray(kept.tokens).tolist(), strict=True)]
+    committed = [text[: min(n, len(text))] for text, n in zip(whole, lengths, strict=True)]
+    again = init_state(model.config, model.mesh, batch=4, capacity=96)
+    _, again, (seen_again, felt_again) = prefill_both(model.weights, again, committed, draft)
+    window, ring = model.config.sliding_window, state.k_ring.shape[4]
+    for b, text in enumerate(committed):
+        n = len(text)
+        for name in ("k_full", "v_full"):
+            same(getattr(state, name)[:, :, b, :, :n], getattr(again, name)[:, :, b, :, :n])
+        at = np.arange(max(0, n - window), n) % ring
+        for name in ("k_ring", "v_ring"):
+            same(np.asarray(getattr(state, name))[:, :, b, :, at], np.asarray(getattr(again, name))[:, :, b, :, at])
+        assert seen[b, :n].tolist() == text == seen_again[b, :n].tolist()
+        same(felt[b, :n], felt_again[b, :n])
+
+
+def test_prefill_feeds_the_draft_in_chunks(model):
+    """Prompts longer than a chunk, several in one."""
+    prompts = [list(range(1, 50)) * 2, [7], [9, 8] * 20]
+    draft = Scripted(jnp.zeros((3, 8), jnp.int32), 1.0, 4, tap_layers=(1,))
+    state = init_state(model.config, model.mesh, batch=3, capacity=128)
+    output, state, (seen, felt) = prefill_both(model.weights, state, prompts, draft)
+    plain, _ = prefill(model.weights, init_state(model.config, model.mesh, batch=3, capacity=128), prompts)
+    same(output.logits, plain.logits)
+    for b, prompt in enumerate(prompts):
+        assert seen[b, : len(prompt)].tolist() == prompt and not np.asarray(seen)[b, len(prompt) :].any()
+        assert np.asarray(felt)[b, : len(prompt)].all()
+
+
+def test_too_many_nodes(model):
+    draft = Scripted(jnp.zeros((4, 8), jnp.int32), 1.0, 17)
+    with pytest.raises(ValueError, match="the draft's trees have 17 nodes, allowed for 4 prompts: 1 to 16"):
+        generate(model, PROMPTS, draft=draft)
+
+
+def test_a_chain_is_a_tree():
+    tree = chain(jnp.arange(12, dtype=jnp.int32).reshape(2, 6))
+    assert tree.depth.tolist() == [list(range(6))] * 2 and tree.width == 6
+    assert (np.asarray(tree.ancestors) == np.tril(np.ones((6, 6), bool))).all()
+
+
+@pytest.mark.parametrize("selector", [True, False])
+def test_with_a_drafting_model(model, selector):
+    """DFlash2 and DFlash with random weights, greedy and sampled."""
+    config = DFlashConfig(
+        vocab_size=64, hidden_size=128, num_attention_heads=4, num_key_value_heads=2, head_dim=16, intermediate_size=64,
+        windows=(12, None), rope_theta=1e4, rms_norm_eps=1e-5, tap_layers=(0, 1), mask_token_id=63,
+        output_multiplier=1.0, final_logit_softcapping=20.0, block_width=16, top_k=6,
+        selector_rank=8 if selector else None, conv_group_size=16 if selector else None,
+    )  # fmt: skip
+    shared = [model.params[name] for name in ("embed_tokens.weight", "lm_head.weight")]
+    draft = random_draft(config, jax.random.key(3), *shared)
+    keys = jax.random.split(jax.random.key(0), 4)
+    for given in ({}, dict(sampling=Sampling(temperature=0.9), keys=keys)):
+        plain = generate(model, PROMPTS, max_new_tokens=40, stop_ids=(), logprobs=0, **given)
+        same_generation(
+            generate(model, PROMPTS, max_new_tokens=40, stop_ids=(), logprobs=0, draft=draft, **given), plain
+        )
