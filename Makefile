@@ -60,12 +60,11 @@ test-matrix:
 	$(call matrix,newest,$(PYTHON312),"jax<0.13" "jaxlib<0.13")
 
 # Every kernel for every architecture that the wheel may name; a warning, a spilled register or a stack frame is an error.
-# Except in the layers kernel: its phases are functions that save registers where they begin. Its report is printed.
 CUDA_ARCHS ?= 90a 100a 103a
 CUDA_KERNELS := $(shell find ffi -name '*.cu')
 NVCC_FLAGS := -std=c++17 -O3 -I. --fmad=false -prec-div=true -prec-sqrt=true -ftz=false -Werror all-warnings \
   -Xcompiler -Wall,-Wextra,-Werror
-NVCC_RESOURCES = $(if $(filter %/layers.cu,$<),-Xptxas -v,-Xptxas -Werror$(comma)-warn-spills$(comma)-warn-lmem-usage)
+NVCC_RESOURCES = -Xptxas -Werror$(comma)-warn-spills$(comma)-warn-lmem-usage
 comma := ,
 
 cuda-archs: $(foreach a,$(CUDA_ARCHS),$(CUDA_KERNELS:%.cu=build/cuda-archs/$(a)/%.o))

@@ -11,7 +11,8 @@ class AttentionSteps : public RowSteps {
   using RowSteps::RowSteps;
 
   // One warp per row and head: adds the segments; q and k are normed and rotated; k and v go to the cache.
-  __device__ void finish_heads(int64_t l) {
+  __device__ void finish_heads() {
+    const int l = layer();
     const int warp = thread_index() / 32, lane = thread_index() % 32;
     const int q_heads = static_cast<int>(p_.q_heads / kRanks), kv_heads = static_cast<int>(p_.kv_rank()),
               heads = 2 * q_heads + kv_heads, columns = static_cast<int>(p_.qkvu_rows());
@@ -46,15 +47,15 @@ class AttentionSteps : public RowSteps {
   }
 
   // The units of attention_schedule.cuh.
-  __device__ void attend_rows(int64_t l) {
-    const int layer = static_cast<int>(l);
+  __device__ void attend_rows() {
+    const int l = layer();
 #pragma unroll 1
-    for (int unit = block(); unit < s_.attention.kind[p_.kind[layer].full].units; unit += blocks()) attend(layer, unit);
+    for (int unit = block(); unit < s_.attention.kind[p_.kind[l].full].units; unit += blocks()) attend(l, unit);
   }
 
   // Each row and kv head by whichever block it falls to, as soon as its sums are there.
-  __device__ void finish_rows(int64_t l) {
-    const LayerUnits& kind = s_.attention.kind[p_.kind[l].full];
+  __device__ void finish_rows() {
+    const LayerUnits& kind = s_.attention.kind[p_.kind[layer()].full];
     // From the last block on: the first ones have the most units.
     int i = blocks() - 1 - block();
 #pragma unroll 1
@@ -77,7 +78,7 @@ class AttentionSteps : public RowSteps {
     return inverse_rms(warp_sumsq64(own), kHeadDim, p_.eps);
   }
 
-  __device__ void cache(int64_t l, int i, int head, uint32_t key, uint32_t value) {
+  __device__ void cache(int l, int i, int head, uint32_t key, uint32_t value) {
     const int lane = lane_index();
     const auto finite = [](uint32_t two) {
       return bf16_finite(static_cast<uint16_t>(two)) && bf16_finite(static_cast<uint16_t>(two >> 16));

@@ -1,7 +1,7 @@
 // The roles of a block's warps: eight compute, one for each K segment of the contract; one streams weights
-// (producer.cuh). A thread may have 168 registers: a quarter of the multiprocessor's for the three warps that share it.
-// Sixteen computing warps would leave 96, and what does not fit them spills to L2, because the weight ring takes L1's
-// place.
+// (producer.cuh); three add up what the experts' chains made, while these go on (expert_finish.cuh). A thread may have
+// 168 registers: a quarter of the multiprocessor's for the three warps that share it. Sixteen computing warps would
+// leave 96, and what does not fit them spills to L2, because the weight ring takes L1's place.
 #pragma once
 
 #include <cstdint>
@@ -9,7 +9,8 @@
 namespace muse {
 
 constexpr int kWarps = 8, kThreads = 32 * kWarps;  // that compute
-constexpr int kLaunchThreads = kThreads + 32;      // and the producer's
+constexpr int kProducer = kWarps, kFirstFinisher = kWarps + 1, kFinishers = 3;
+constexpr int kLaunchThreads = 32 * (kFirstFinisher + kFinishers);
 
 // threadIdx.x, read anew in every phase. The compiler would otherwise derive dozens of numbers from it once and keep
 // them in registers, or spill them, for the whole launch.

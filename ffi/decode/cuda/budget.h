@@ -15,9 +15,10 @@ constexpr int kSlotBytes = 4 * kPanelBytes, kSlotTiles = 8;
 // counters need no division.
 constexpr int kSlotsLog2 = 5, kSlots = 1 << kSlotsLog2;
 
-// The sums of a unit of an expert GEMM until its segments are added: segments x row groups x rows x columns x fp32.
+// The sums of a unit of an expert GEMM until its segments are added: segments x row groups x rows x columns x fp32; and
+// units under way at once, a power of two.
 constexpr int kUnitSumBytes = 8 * 2 * 16 * 8 * 4;
-constexpr int kMinUnits = 4;
+constexpr int kUnitsLog2 = 2, kUnits = 1 << kUnitsLog2;
 
 // Column-parallel GEMM: a block's run of tasks touches at most two K segments of the 16 token columns.
 MUSE_FN int64_t dense_operand_bytes(int64_t k) { return 2 * (k / kSegments / 16) * kTile * 2; }

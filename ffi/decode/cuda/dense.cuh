@@ -59,17 +59,14 @@ class DenseBase : public StepBase {
     asm volatile("cp.async.wait_all;" ::: "memory");
   }
 
-  // This block's tasks of `job` for the pass that starts at row i0. load(segments) brings these segments of the operand
-  // to the region, or gives up; emit(row group, segment, accumulators); also(segments) runs while the operand is still
-  // there.
-  template <typename Load, typename Emit, typename Also>
-  __device__ __forceinline__ bool dense_pass(const DenseJob& job, int i0, Load load, Emit emit, Also also) {
+  // This block's tasks of `job` for the pass that starts at row i0; the operand's segments that they touch are in the
+  // region. emit(row group, segment, accumulators).
+  template <typename Emit>
+  __device__ __forceinline__ void dense_pass(const DenseJob& job, int i0, Emit emit) {
     const int warp = thread_index() / 32, lane = thread_index() % 32;
     const Range range = part(job.tasks(), place_.index, place_.size);
-    const Range segments = segments_of(job.segments);
-    const int chunks = job.chunks();
+    const int first_segment = segments_of(job.segments).begin, chunks = job.chunks();
     const bool two = rows() - i0 > 8;
-    if (!load(segments)) return false;
     sync_block();
     uint32_t start = place_.chunk;
 #pragma unroll 1
@@ -77,7 +74,7 @@ class DenseBase : public StepBase {
       const int at_once = min(kWarps, range.end - first);
       if (warp < at_once) {
         const int task = first + warp, segment = task / job.groups;
-        const uint4* x = region<uint4>() + (segment - segments.begin) * job.blocks * 32 + lane;
+        const uint4* x = region<uint4>() + (segment - first_segment) * job.blocks * 32 + lane;
         Accumulators acc = {};
 #pragma unroll 1
         for (int c = 0; c < chunks; ++c, x += kSlotTiles * 32) {
@@ -89,10 +86,8 @@ class DenseBase : public StepBase {
       }
       start += at_once * chunks;
     }
-    also(segments);
     sync_block();
     if (thread_index() == 0) place_.chunk = start;  // read after the next barrier
-    return true;
   }
 
   // The K segments that this block's run of column-parallel tasks touches, whatever the number of row groups.

@@ -6,49 +6,59 @@
 
 namespace muse {
 
-enum class Gemm { kQkvu, kOutput, kPreExpert, kPostExpert };
-
 class DenseSteps : public OperandSteps {
  public:
   using OperandSteps::OperandSteps;
 
+  // False: somebody gave up.
+  __device__ bool gemm() {
+#pragma unroll 1
+    for (int i0 = 0; i0 < rows(); i0 += kPassRows) {
+      if (!load(i0)) return false;
+      run_phase<&DenseSteps::multiply>(i0);
+    }
+    if (thread_index() == 0)
+      s_.gemm = s_.gemm == Gemm::kPostExpert ? Gemm::kQkvu : Gemm{static_cast<uint32_t>(s_.gemm) + 1};
+    sync_block();
+    return true;
+  }
+
+ private:
+  // The operand of the pass that starts at row i0.
+  __device__ bool load(int i0) {
+    if (s_.gemm == Gemm::kQkvu || s_.gemm == Gemm::kPreExpert) return run_phase<&DenseSteps::load_normed>(i0);
+    if (s_.gemm == Gemm::kPostExpert) return run_phase<&DenseSteps::load_combined>(i0);
+    run_phase<&DenseSteps::load_heads>(i0);
+    return true;
+  }
+  __device__ void load_heads(int i0) {
+    const int columns = static_cast<int>(p_.q_columns());
+    load_operand(mine<uint16_t>(w_.o), columns, i0, 0, columns / 16);
+  }
+
   // Column-parallel results stay in the rank as segment sums. Of a row-parallel GEMM this rank's columns are one
-  // segment: its partial sums go to the owners of the output columns. False: somebody gave up.
-  __device__ bool gemm(int64_t l, Gemm which) {
+  // segment: its partial sums go to the owners of the output columns.
+  __device__ void multiply(int i0) {
+    const int l = layer();
+    const Gemm which = s_.gemm;
     const RankPointers& w = weights();
-    const bool attention = which == Gemm::kQkvu || which == Gemm::kOutput;
     const bool row_parallel = which == Gemm::kOutput || which == Gemm::kPostExpert;
     const DenseJob job = which == Gemm::kQkvu        ? qkvu_job(p_, w, l)
                          : which == Gemm::kOutput    ? o_job(p_, w, l)
                          : which == Gemm::kPreExpert ? pre_expert_job(p_, w, l)
                                                      : post_expert_job(p_, w, l);
     float* sums = mine<float>(w_.segment_sums);
-    bool alive = true;
-#pragma unroll 1
-    for (int i0 = 0; i0 < rows() && alive; i0 += kPassRows)
-      alive = dense_pass(
-          job, i0,
-          [&](Range) {
-            if (!row_parallel) return run_phase<&DenseSteps::load_normed>(l, attention, i0);
-            if (!attention) return run_phase<&DenseSteps::load_combined>(l, i0);
-            load_operand(mine<uint16_t>(w_.o), static_cast<int>(p_.q_columns()), i0, 0, job.blocks);
-            return true;
-          },
-          [&](int group, int segment, const Accumulators& acc) {
-            if (row_parallel) {
-              push_partials(w_.partial[!attention], group, i0, acc);
-            } else {
-              store_sums(sums, kMaxRows, job.groups * 16, group, segment, i0, 0, acc);
-              if (!attention) push_pooled(sums, group, i0);
-            }
-          },
-          [&](Range segments) {
-            if (which == Gemm::kPreExpert) router_dots(l, i0, segments);
-          });
-    return alive;
+    dense_pass(job, i0, [&](int group, int segment, const Accumulators& acc) {
+      if (row_parallel) {
+        push_partials(w_.partial[which == Gemm::kPostExpert], group, i0, acc);
+      } else {
+        store_sums(sums, kMaxRows, job.groups * 16, group, segment, i0, 0, acc);
+        if (which == Gemm::kPreExpert) push_pooled(sums, group, i0);
+      }
+    });
+    if (which == Gemm::kPreExpert) router_dots(i0);
   }
 
- private:
   __device__ void push_partials(int64_t offset, int group, int i0, const Accumulators& acc) const {
     const int g = thread_index() % 32 / 4, t = thread_index() % 4;
     const int owned = hidden() / kRanks, owner = group * 16 / owned, column = group * 16 - owner * owned + g;
@@ -84,18 +94,19 @@ class DenseSteps : public OperandSteps {
 
   // Segment sums of this block's run of (segment, expert of this rank) for one pass of rows: half a warp per row. They
   // travel as they are, which spares the rank a meeting of its blocks.
-  __device__ void router_dots(int64_t l, int i0, Range segments) {
+  __device__ void router_dots(int i0) {
+    const int first_segment = segments_of(kSegments).begin;
     const int warp = thread_index() / 32, lane = thread_index() % 32, j = lane % 16;
     const int own = static_cast<int>(p_.experts_rank()), count = min(kPassRows, rows() - i0), pairs = (count + 1) / 2;
     const Range range = part(own * kSegments, place_.index, place_.size);
     const int length = hidden() / kSegments, blocks_of_16 = length / 16;
-    const float* weights_of_layer = weights().router + p_.router(l) + j;
+    const float* weights_of_layer = weights().router + p_.router(layer()) + j;
 #pragma unroll 1
     for (int unit = warp; unit < (range.end - range.begin) * pairs; unit += kWarps) {
       const int task = range.begin + unit / pairs, segment = task / own, e = task - segment * own;
       const int i = min(unit % pairs * 2 + lane / 16, count - 1);
       const float* row = weights_of_layer + e * hidden() + segment * length;
-      const uint16_t* h = region<uint16_t>() + column_tile_at(i, (segment - segments.begin) * length + j, 0);
+      const uint16_t* h = region<uint16_t>() + column_tile_at(i, (segment - first_segment) * length + j, 0);
       float sum = 0.0f;
       constexpr int kAtOnce = 32;  // loads in flight: they come from L2, and there is nothing else to do
 #pragma unroll 1

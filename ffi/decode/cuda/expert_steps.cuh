@@ -1,16 +1,13 @@
 // Experts of a layer, N-sharded over the ranks.
 #pragma once
 
-#include "ffi/decode/cuda/expert_chain.cuh"
-#include "ffi/decode/cuda/router_steps.cuh"
+#include "ffi/decode/cuda/expert_finish.cuh"
 
 namespace muse {
 
-constexpr int kSliceRows = 8;  // (row, slot) pairs of one pass through an expert's weights
-
-class ExpertSteps : public RouterSteps {
+class ExpertSteps : public ExpertFinish {
  public:
-  using RouterSteps::RouterSteps;
+  using ExpertFinish::ExpertFinish;
 
   // Pairs by expert, and slices, in shared memory: by every block for itself, all with the same result, because blocks
   // share out the slices.
@@ -71,46 +68,31 @@ class ExpertSteps : public RouterSteps {
   }
 
   // The operand row of a pair: GEMM 1 reads rows, GEMM 2 pairs.
-  __device__ const uint16_t* token_row(bool second, int pair) const {
-    return second ? mine<uint16_t>(w_.hidden_rows) + pair * expert_row(static_cast<int>(p_.moe_inner))
-                  : mine<uint16_t>(w_.x) + pair / top_k() * expert_row(moe_hidden());
+  __device__ const uint16_t* token_row(int pair) const {
+    return s_.second ? mine<uint16_t>(w_.hidden_rows) + pair * expert_row(static_cast<int>(p_.moe_inner))
+                     : mine<uint16_t>(w_.x) + pair / top_k() * expert_row(moe_hidden());
   }
 
-  // Segment sums of a batch of units: [unit][segment][row group of the unit][row][column], in the region.
-  __device__ float* unit_sums(int unit_in_batch, const ExpertJob& job, int segment, int half) const {
-    return region<float>() + ((unit_in_batch * kSegments + segment) * job.unit_groups + half) * 16 * kSliceRows;
-  }
-
-  __device__ ExpertKind expert_kind(int64_t l) const {
-    return !p_.kind[l].nvfp4 ? ExpertKind::kBf16 : p_.quantize_activations ? ExpertKind::kW4A4 : ExpertKind::kW4A16;
-  }
-
-  // Batches of this block's units, as many units at once as the region holds sums of.
-  __device__ int expert_batches(int64_t l, bool second) const {
-    const ExpertJob job = expert_job(p_, weights(), a_.region_bytes, l, second);
-    return job.batches(part(s_.slices * job.groups, place_.index, place_.size));
-  }
-
-  // The chains of a batch of this block's units of one GEMM: warp w takes segment w of them all. A function for each
-  // kind, and adding up another: what they keep in registers is not for each other.
+  // This block's units of one expert GEMM: warp w makes segment w's chains of them all.
   template <ExpertKind kKind>
-  __device__ void expert_chains(int64_t l, bool second, int batch) {
+  __device__ void expert_chains() {
     const int warp = thread_index() / 32, lane = thread_index() % 32;
-    const ExpertJob job = expert_job(p_, weights(), a_.region_bytes, l, second);
-    const Range units = job.batch(part(s_.slices * job.groups, place_.index, place_.size), batch);
+    const ExpertJob job = this_job();
+    const Range units = own_units(job);
     const int chunks = job.chunks(), in_round = kSegments * job.unit_groups;
-    const int segment_row = expert_row(static_cast<int>(second ? p_.moe_inner : p_.moe_hidden)) / kSegments;
+    const int segment_row = expert_row(static_cast<int>(s_.second ? p_.moe_inner : p_.moe_hidden)) / kSegments;
     // 16-blocks of a chunk, and as many as are loaded at once.
     constexpr int kChunkBlocks = kKind == ExpertKind::kBf16 ? kSlotTiles : kSpanBlocks;
     constexpr int kHeld = kKind == ExpertKind::kW4A4 ? kSpanBlocks : kSlotTiles;
     uint32_t start = place_.chunk + warp;
     TokenOperand<kHeld> x;
     int loaded = -1;  // the slice in x, where it holds a whole segment
+    uint32_t number = place_.unit;
 #pragma unroll 1
-    for (int unit = units.begin; unit < units.end; ++unit) {
+    for (int unit = units.begin; unit < units.end; ++unit, ++number) {
       const int slice = unit / job.groups, begin = s_.first[slice];
       const int column = begin + lane / 4 < s_.first[slice + 1] ? begin + lane / 4 : begin;
-      const uint16_t* tokens = token_row(second, s_.pairs[column]) + warp * segment_row;
+      const uint16_t* tokens = token_row(s_.pairs[column]) + warp * segment_row;
 #pragma unroll 1  // one copy of the chain: the instruction cache is small
       for (int half = 0; half < job.unit_groups; ++half) {
         float acc[4] = {};
@@ -137,83 +119,31 @@ class ExpertSteps : public RouterSteps {
           }
           ring_.release(chunk, lane);
         }
-        float* out = unit_sums(unit - units.begin, job, warp, half) + lane / 4 * kSliceRows + lane % 4 * 2;
+        if (half == 0) units_.wait_place(number);
+        float* out = unit_sums(number, warp, half) + lane / 4 * kSliceRows + lane % 4 * 2;
         *reinterpret_cast<float2*>(out) = float2{acc[0], acc[1]};
         *reinterpret_cast<float2*>(out + 8 * kSliceRows) = float2{acc[2], acc[3]};
       }
+      units_.bring(number);
       start += in_round * chunks;
     }
   }
 
-  // The fp32 factor of an expert GEMM's result: gate, up or down.
-  __device__ float scale(int64_t l, int expert, int which, ExpertKind kind) const {
-    if (kind == ExpertKind::kBf16) return 1.0f;
-    const int layer = static_cast<int>(l);
-    const float weight = __ldg(a_.shared.scale_2 + (layer * static_cast<int>(p_.experts) + expert) * 3 + which);
-    return kind == ExpertKind::kW4A4 ? weight * __ldg(a_.shared.input_scales + 2 * layer + (which == 2)) : weight;
-  }
-
-  // Adds up a batch: half a warp per unit and pair, lane j adds the segments of output column j.
-  __device__ void finish_units(int64_t l, bool second, int batch) {
-    const ExpertJob job = expert_job(p_, weights(), a_.region_bytes, l, second);
-    const ExpertKind kind = expert_kind(l);
-    const Range units = job.batch(part(s_.slices * job.groups, place_.index, place_.size), batch);
-    if (thread_index() == 0)  // read again after the next barrier
-      place_.chunk += (units.end - units.begin) * kSegments * job.unit_groups * job.chunks();
-    const int j = thread_index() % 16;
-    const float unit_of_sum = kind == ExpertKind::kW4A4 ? kCodeScale : 1.0f;
-#pragma unroll 1
-    for (int at = thread_index() / 16; at < (units.end - units.begin) * kSliceRows; at += kThreads / 16) {
-      const int own = at / kSliceRows, column = at % kSliceRows, unit = units.begin + own, slice = unit / job.groups;
-      const int begin = s_.first[slice], group = unit - slice * job.groups, expert = s_.expert[slice];
-      const bool present = column < s_.first[slice + 1] - begin;
-      if (!__any_sync(~0u, present)) continue;
-      const int pair = s_.pairs[begin + (present ? column : 0)];
-      float total[2];
-#pragma unroll 1
-      for (int half = 0; half < job.unit_groups; ++half) {
-        const float factor = scale(l, expert, second ? 2 : half, kind);
-        float s[kSegments];
-#pragma unroll
-        for (int r = 0; r < kSegments; ++r) s[r] = unit_sums(own, job, r, half)[j * kSliceRows + column] * unit_of_sum;
-        (half ? total[1] : total[0]) = tree8(s) * factor;
-      }
-      if (!second) {
-        push_hidden(l, kind, pair, group, to_bf16(silu(total[0]) * total[1]), present);
-      } else if (present) {
-        uint16_t* f =
-            mine<uint16_t>(w_.f) + pair * static_cast<int>(p_.moe_columns()) + group * job.unit_groups * 16 + j;
-        f[0] = to_bf16(total[0]);
-        if (job.unit_groups == 2) f[16] = to_bf16(total[1]);
-      }
-    }
-    if (second) finish_slices(l, job.groups, units);
-  }
-
-  // Sixteen lanes hold a 16-block of a pair's hidden row; all lanes of the warp come here, those of a pair that does
-  // not exist store nothing. Every rank gets it: as codes and their scale, or as it is.
-  __device__ __forceinline__ void push_hidden(int64_t l, ExpertKind kind, int pair, int group, uint16_t m,
-                                              bool present) {
-    const int j = thread_index() % 16, groups = static_cast<int>(p_.inner_columns()) / 16;
-    const int per_source = kMaxRows * top_k() * groups * kBlockWords, at = (pair * groups + group) * kBlockWords;
-    if (kind != ExpertKind::kW4A4) {
-      const uint32_t word = pack(m, static_cast<uint16_t>(__shfl_down_sync(~0u, static_cast<uint32_t>(m), 1)));
-      if (present && j % 2 == 0) push_all(w_.hidden, per_source, at + j / 2, word);
-      return;
-    }
-    const Quantized q = quantize_lane(m, __ldg(a_.shared.input_scales + 2 * static_cast<int>(l) + 1));
-    uint32_t word = q.code << (4 * (j % 8));
-#pragma unroll
-    for (int step = 1; step < 8; step *= 2) word |= __shfl_xor_sync(~0u, word, step);
-    if (!present) return;
-    // Lanes 0 to 7 hold the first word, 8 to 15 the second; each stores for rank j mod 8.
-    uint64_t* slot = slots_to(j % kRanks, w_.hidden, per_source) + at;
-    store_slot(slot + j / 8, word, place_.epoch);
-    if (j < 8) store_slot(slot + 2, q.scale, place_.epoch);
+  // Behind all chains of one expert GEMM: until its units are finished.
+  __device__ void end_experts() {
+    units_.wait_end(s_.second);
+    sync_block();
+    if (thread_index() > 0) return;
+    const ExpertJob job = this_job();
+    const Range units = own_units(job);
+    place_.chunk += (units.end - units.begin) * kSegments * job.unit_groups * job.chunks();
+    place_.unit += units.end - units.begin;
+    s_.second = !s_.second;
   }
 
   // All ranks' blocks of the hidden rows -> operand rows of this rank.
-  __device__ bool gather_hidden(int64_t l) {
+  __device__ bool gather_hidden() {
+    const int l = layer();
     const int inner = static_cast<int>(p_.moe_inner), blocks_of_16 = inner / 16, groups = blocks_of_16 / kRanks;
     const int per_source = kMaxRows * top_k() * groups * kBlockWords;
     const bool quantized = p_.kind[l].nvfp4 && p_.quantize_activations;
@@ -238,60 +168,6 @@ class ExpertSteps : public RouterSteps {
       for (int t = 0; t < 4; ++t) *reinterpret_cast<uint2*>(out + t * 8) = uint2{word[t], word[t + 4]};
     }
     return all_alive();
-  }
-
- private:
-  // Whoever stores the last outputs of a slice goes on to its pairs' sums of squares, without a meeting of the blocks.
-  __device__ void finish_slices(int64_t l, int groups, Range units) {
-    const int last = (units.end - 1) / groups;
-    uint32_t* done = mine<uint32_t>(w_.slice_counts);
-#pragma unroll 1
-    for (int slice = units.begin / groups; slice <= last; ++slice) {
-      sync_block();  // the outputs are stored, the flag is read
-      if (thread_index() == 0) {
-        const int own = min(units.end, (slice + 1) * groups) - max(units.begin, slice * groups);
-        __threadfence();
-        const bool all = static_cast<int>(atomicAdd(done + slice, static_cast<uint32_t>(own))) + own == groups;
-        if (all) done[slice] = 0;  // for the next layer, which lies behind barriers
-        __threadfence();
-        s_.flag = all;
-      }
-      sync_block();
-      if (s_.flag) push_sums_of_squares(l, s_.first[slice], s_.first[slice + 1]);
-    }
-  }
-
-  // This rank's columns are segment me() of each pair's sum of squares: half a warp per pair, the result to every rank.
-  __device__ void push_sums_of_squares(int64_t l, int begin, int end) {
-    const int lane = thread_index() % 32, j = lane % 16, width = static_cast<int>(p_.moe_columns());
-    const uint16_t* g = post_gain(l) + j;
-#pragma unroll 1
-    for (int at = begin + thread_index() / 32 * 2; at < end; at += 2 * kWarps) {
-      const int pair = s_.pairs[min(at + lane / 16, end - 1)];
-      const uint16_t* f = mine<uint16_t>(w_.f) + pair * width + j;
-      float sum = 0.0f;
-#pragma unroll 1
-      for (int c0 = 0; c0 < width; c0 += 8 * kLanes) {
-        uint16_t x[8], y[8];
-#pragma unroll
-        for (int e = 0; e < 8; ++e) {
-          const int c = min(c0 + e * kLanes, width - kLanes);
-          x[e] = __ldcg(f + c);
-          y[e] = __ldg(g + c);
-        }
-#pragma unroll
-        for (int e = 0; e < 8; ++e)
-          if (c0 + e * kLanes < width) {
-            const float z = from_bf16(x[e]) * from_bf16(y[e]);
-            sum = fma1(z, z, sum);
-          }
-      }
-      sum = fold_warp(sum);
-      if (j < kRanks) {
-        fence_rank();  // the pair's outputs, of all blocks, lie behind its sum
-        store_slot(slots_to(j, w_.sums, kMaxRows * top_k()) + pair, bit_cast<uint32_t>(sum), place_.epoch);
-      }
-    }
   }
 };
 

@@ -44,17 +44,12 @@ class Head : DenseBase {
     for (int i0 = 0; i0 < rows(); i0 += kPassRows) {
       if (!rank_barrier(Phase::kHead)) return false;  // h is written, the last pass's sums are read
       const DenseJob job = head_job(a_, me());
-      dense_pass(
-          job, i0,
-          [&](Range segments) {
-            load_operand(mine<uint16_t>(w_.h), hidden(), i0, segments.begin * job.blocks,
-                         (segments.end - segments.begin) * job.blocks);
-            return true;
-          },
-          [&](int group, int segment, const Accumulators& acc) {
-            store_sums(sums, kHeadRows, static_cast<int>(groups) * 16, group, segment, i0, i0, acc);
-          },
-          [](Range) {});
+      const Range segments = segments_of(job.segments);
+      load_operand(mine<uint16_t>(w_.h), hidden(), i0, segments.begin * job.blocks,
+                   (segments.end - segments.begin) * job.blocks);
+      dense_pass(job, i0, [&](int group, int segment, const Accumulators& acc) {
+        store_sums(sums, kHeadRows, static_cast<int>(groups) * 16, group, segment, i0, i0, acc);
+      });
       if (!rank_barrier(Phase::kHead)) return false;
       finish_logits(sums, i0);
     }
@@ -180,7 +175,7 @@ __global__ void __launch_bounds__(kLaunchThreads, 1) decode_head(const __grid_co
       if (head.run() && place.index == 0 && threadIdx.x == 0) finish_launch(place);
     }
   }
-  if (threadIdx.x >= kThreads) {
+  if (threadIdx.x / 32 == kProducer) {
     if (!place.gave_up && shared.rows.count > 0) {
       Producer producer(shared);
       producer.dense(head_job(shared.args, place.rank), (shared.rows.count + kPassRows - 1) / kPassRows);

@@ -12,7 +12,9 @@ namespace muse {
 namespace {
 
 // The computing warps' run through the layers. Between phases: a barrier of the rank, or slots that were waited for.
-class Step : ExpertSteps {
+// Which layer and which GEMM it is stands in shared memory, and nothing else lasts longer than a phase: the experts'
+// chains take all registers, and what their callers kept would be spilled.
+class Step : public ExpertSteps {
  public:
   using ExpertSteps::ExpertSteps;
 
@@ -20,87 +22,90 @@ class Step : ExpertSteps {
     if (!run_phase<&Step::start>()) return false;
     if (rows() == 0) return false;
     mark(Mark::kStart);
-#pragma unroll 1
-    for (int64_t l = p_.layer_begin; l < p_.layer_end; ++l) {
-      if (threadIdx.x == 0) s_.place.layer = static_cast<uint32_t>(l);
-#pragma unroll 1
-      for (int which = 0; which < 2; ++which) {
-        if (!(which ? moe(l) : attention(l))) return false;
-        if (!run_phase<&Step::gemm>(l, which ? Gemm::kPostExpert : Gemm::kOutput)) return false;
-        mark(Mark::kOutput);
-        if (!run_phase<&Step::reduce>(l, which)) return false;
-        mark(Mark::kReduce);
-        if (!run_phase<&Step::branch>(l, which)) return false;
-        mark(Mark::kBranch);
-      }
+    while (layer() < p_.layer_end) {
+      if (!attention() || !row_parallel()) return false;
+      if (!moe() || !row_parallel()) return false;
+      next_layer();
     }
     return rank_barrier(Phase::kEnd);
   }
 
  private:
   // From the stream to the operand of o_proj.
-  __device__ bool attention(int64_t l) {
-    if (!run_phase<&Step::gemm>(l, Gemm::kQkvu)) return false;
+  __device__ bool attention() {
+    if (!run_phase<&Step::gemm>()) return false;
     next_epoch();  // the sums of squares that were waited for are of the layer before
     mark(Mark::kProject);
     if (!rank_barrier(Phase::kAttention)) return false;
-    run_phase<&Step::finish_heads>(l);
+    run_phase<&Step::finish_heads>();
     mark(Mark::kHeads);
     if (!rank_barrier(Phase::kAttention)) return false;
-    run_phase<&Step::attend_rows>(l);
-    run_phase<&Step::finish_rows>(l);
+    run_phase<&Step::attend_rows>();
+    run_phase<&Step::finish_rows>();
     mark(Mark::kAttend);
     return rank_barrier(Phase::kOutput);
   }
 
   // From the stream to the experts' outputs.
-  __device__ bool moe(int64_t l) {
-    if (!run_phase<&Step::gemm>(l, Gemm::kPreExpert)) return false;
+  __device__ bool moe() {
+    if (!run_phase<&Step::gemm>()) return false;
     mark(Mark::kPool);
-    if (!run_phase<&Step::route_rows>(l)) return false;
+    if (!run_phase<&Step::route_rows>()) return false;
     mark(Mark::kRoute);
     if (!rank_barrier(Phase::kExperts)) return false;
     run_phase<&Step::group_pairs>();
     if (threadIdx.x == 0) ring_.experts_known();
     mark(Mark::kGroup);
-    experts(l, false);
+    experts();
     mark(Mark::kFirst);
-    if (!run_phase<&Step::gather_hidden>(l)) return false;
+    if (!run_phase<&Step::gather_hidden>()) return false;
     mark(Mark::kGather);
     if (!rank_barrier(Phase::kHidden)) return false;
-    experts(l, true);
+    experts();
     mark(Mark::kSecond);
     return true;
   }
 
-  __device__ void experts(int64_t l, bool second) {
-    const ExpertKind kind = expert_kind(l);
-    const int batches = expert_batches(l, second);
-#pragma unroll 1
-    for (int batch = 0; batch < batches; ++batch) {
-      if (kind == ExpertKind::kW4A4)
-        run_phase<&Step::expert_chains<ExpertKind::kW4A4>>(l, second, batch);
-      else if (kind == ExpertKind::kW4A16)
-        run_phase<&Step::expert_chains<ExpertKind::kW4A16>>(l, second, batch);
-      else
-        run_phase<&Step::expert_chains<ExpertKind::kBf16>>(l, second, batch);
-      sync_block();
-      run_phase<&Step::finish_units>(l, second, batch);
-      sync_block();
-    }
+  __device__ void experts() {
+    if (threadIdx.x == 0) units_.begin();
+    const ExpertKind kind = expert_kind();
+    if (kind == ExpertKind::kW4A4)
+      run_phase<&Step::expert_chains<ExpertKind::kW4A4>>();
+    else if (kind == ExpertKind::kW4A16)
+      run_phase<&Step::expert_chains<ExpertKind::kW4A16>>();
+    else
+      run_phase<&Step::expert_chains<ExpertKind::kBf16>>();
+    run_phase<&Step::end_experts>();
+  }
+
+  // A row-parallel GEMM and its branch into the stream.
+  __device__ bool row_parallel() {
+    if (!run_phase<&Step::gemm>()) return false;
+    mark(Mark::kOutput);
+    if (!run_phase<&Step::reduce>()) return false;
+    mark(Mark::kReduce);
+    if (!run_phase<&Step::branch>()) return false;
+    mark(Mark::kBranch);
+    return true;
+  }
+
+  __device__ void next_layer() {
+    sync_block();
+    if (threadIdx.x == 0) ++place_.layer;
+    sync_block();
   }
 };
 
 // A layer's norms, gates and router rows are read directly, by few blocks and with nothing to hide their latency: every
 // block brings its part into L2.
-__device__ __noinline__ void prefetch_small(const Producer& producer, const StepArgs& a, const Place& place, int l) {
+__device__ __noinline__ void prefetch_small(const StepArgs& a, const Place& place, int l) {
   const Plan& p = a.plan;
   const int h = static_cast<int>(p.hidden), m = static_cast<int>(p.moe_hidden),
             own = static_cast<int>(p.experts_rank());
   const int length = h / kSegments;
   const Range router = part(own * kSegments, place.index, place.size);
   const float* first = a.rank[place.rank].router + p.router(l);
-  producer.prefetch(
+  Producer::prefetch(
       router.end - router.begin,
       [&](int i) {
         const int segment = (router.begin + i) / own, e = router.begin + i - segment * own;
@@ -114,7 +119,7 @@ __device__ __noinline__ void prefetch_small(const Producer& producer, const Step
                        : which == 1 ? a.shared.hidden_gains + 3 * l * h
                                     : a.shared.moe_gains + 2 * l * m;
     const Range pieces = part((which == 0 ? 16 * h : which == 1 ? 6 * h : 4 * m) / kPiece, place.index, place.size);
-    producer.prefetch(
+    Producer::prefetch(
         pieces.end - pieces.begin,
         [&](int i) { return static_cast<const unsigned char*>(data) + (pieces.begin + i) * kPiece; }, kPiece);
   }
@@ -127,15 +132,15 @@ __device__ __noinline__ void stream_weights(BlockShared& s) {
   Producer producer(s);
   const int passes = (s.rows.count + kPassRows - 1) / kPassRows;
 #pragma unroll 1
-  for (int64_t l = p.layer_begin; l < p.layer_end; ++l) {
-    prefetch_small(producer, s.args, s.place, static_cast<int>(l));
+  for (int l = static_cast<int>(p.layer_begin); l < p.layer_end; ++l) {
+    prefetch_small(s.args, s.place, l);
     bool staying = true;
 #pragma unroll 1  // one copy of the code for four dense GEMMs, one for two of the experts
     for (int stage = 0; stage < 6 && staying; ++stage) {
       if (stage == 3) staying = producer.wait_experts_known(static_cast<uint32_t>(l - p.layer_begin));
       if (!staying) break;
       if (stage == 3 || stage == 4) {
-        staying = producer.experts(expert_job(p, w, s.args.region_bytes, l, stage == 4));
+        staying = producer.experts(expert_job(p, w, l, stage == 4));
         continue;
       }
       staying = producer.dense(stage == 0   ? qkvu_job(p, w, l)
@@ -168,9 +173,11 @@ __global__ void __launch_bounds__(kLaunchThreads, 1) decode_layers(const __grid_
       finish_launch(place);
       if (static_cast<int32_t>(place.rank) == args.local[0]) args.epoch[1] += 1;
     }
-  } else {
+  } else if (threadIdx.x / 32 == kProducer) {
     if (work && shared.rows.count > 0) stream_weights(shared);
     Ring(shared.ring).drain(threadIdx.x % 32);
+  } else if (work && shared.rows.count > 0) {
+    run_phase<&Step::finish_units>();
   }
   __syncthreads();  // the producer's copies have landed
 }
@@ -182,7 +189,7 @@ int64_t region_bytes(const Plan& p) {
                             static_cast<int64_t>(sizeof(AttentionShared)),
                             std::max<int64_t>(sizeof(float) * 2048 + 256, p.moe_hidden * 6),  // router
                             p.experts * 8 + kMaxPairs * 4,                                    // pairs by expert
-                            int64_t{kMinUnits} * kUnitSumBytes});
+                            int64_t{kUnits} * kUnitSumBytes});
 }
 
 }  // namespace

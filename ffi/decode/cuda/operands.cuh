@@ -19,7 +19,8 @@ class OperandSteps : public DenseBase {
 
   // h, the gained norm of the stream; false: somebody gave up. The sums of squares that are waited for also say that
   // the stream is there.
-  __device__ bool load_normed(int64_t l, bool attention, int i0) {
+  __device__ bool load_normed(int i0) {
+    const bool attention = s_.gemm == Gemm::kQkvu;
     const Range segments = segments_of(kSegments);
     const int count = min(kPassRows, rows() - i0), length = hidden() / kSegments;
     if (const int i = thread_index(); i < count) {
@@ -33,7 +34,7 @@ class OperandSteps : public DenseBase {
     const Walk walk(count, columns / 4);
     const float r = s_.scale[walk.source];
     const float* from = stream(i0 + walk.source) + segments.begin * length;
-    const uint16_t* gains = gain(l, attention ? 0 : 1) + segments.begin * length;
+    const uint16_t* gains = gain(attention ? 0 : 1) + segments.begin * length;
     uint32_t* to = operand_words(walk.row);
 #pragma unroll 1
     for (int first = walk.first; walk.any(first); first += kAtOnce * walk.step) {
@@ -61,7 +62,7 @@ class OperandSteps : public DenseBase {
 
   // This rank's columns of the weighted sum over the chosen experts; false: somebody gave up. The outputs of other
   // blocks lie behind their sums of squares.
-  __device__ bool load_combined(int64_t l, int i0) {
+  __device__ bool load_combined(int i0) {
     const int width = static_cast<int>(p_.moe_columns()), k_count = top_k(), count = min(kPassRows, rows() - i0);
     const int own = thread_index(), pair = i0 * k_count + own;
     static_assert(kPassRows * kMaxTopK <= kThreads, "a thread per pair");
@@ -83,7 +84,7 @@ class OperandSteps : public DenseBase {
     }
     if (!all_alive()) return false;
     const Walk walk(count, width / 8);
-    const uint16_t *gains = post_gain(l), *f = mine<uint16_t>(w_.f);
+    const uint16_t *gains = post_gain(), *f = mine<uint16_t>(w_.f);
     const float2* own_terms = terms.term + walk.source * k_count;
     const int* place = terms.place + walk.source * k_count;
     uint32_t* to = operand_words(walk.row);
@@ -122,9 +123,8 @@ class OperandSteps : public DenseBase {
     return {low_bf16(two.x), high_bf16(two.x), low_bf16(two.y), high_bf16(two.y)};
   }
 
-  __device__ const uint16_t* post_gain(int64_t l) const {
-    return global(a_.shared.moe_gains) + (2 * static_cast<int>(l) + 1) * moe_hidden() +
-           me() * static_cast<int>(p_.moe_columns());
+  __device__ const uint16_t* post_gain() const {
+    return global(a_.shared.moe_gains) + (2 * layer() + 1) * moe_hidden() + me() * static_cast<int>(p_.moe_columns());
   }
 
  private:

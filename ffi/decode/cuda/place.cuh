@@ -11,6 +11,8 @@ __device__ __forceinline__ void start_block(const StepArgs& args, BlockShared& s
   for (uint32_t i = threadIdx.x; i < sizeof(StepArgs) / 4; i += kLaunchThreads)
     reinterpret_cast<uint32_t*>(&shared.args)[i] = reinterpret_cast<const uint32_t*>(&args)[i];
   if (threadIdx.x == 0) {
+    shared.gemm = Gemm::kQkvu;
+    shared.second = false;
     const uint32_t size = gridDim.x / args.local_count;
     const int rank = args.local[blockIdx.x / size];
     Place& place = shared.place;
@@ -24,10 +26,11 @@ __device__ __forceinline__ void start_block(const StepArgs& args, BlockShared& s
     place.layer = static_cast<uint32_t>(args.plan.layer_begin);
     place.epoch = load_relaxed(&place.control->epoch);
     place.arrivals = load_relaxed(&place.control->base);
-    place.chunk = place.events = 0;
+    place.chunk = place.unit = place.events = 0;
     place.gave_up = load_relaxed(&place.control->abort);  // an earlier step's failure; nothing works until the rebuild
   }
-  if (threadIdx.x == kThreads) Ring(shared.ring).init();
+  if (threadIdx.x == 32 * kProducer) Ring(shared.ring).init();
+  if (threadIdx.x == 32 * kFirstFinisher) UnitQueue(shared.units).init();
 }
 
 // The end, by one thread of a rank's first block behind the launch's last barrier: what the next launch starts from.

@@ -45,9 +45,9 @@ class Producer {
 
   // n pieces of `bytes` at from(i) into L2.
   template <typename From>
-  __device__ __forceinline__ void prefetch(int32_t n, From from, uint32_t bytes) const {
+  static __device__ __forceinline__ void prefetch(int32_t n, From from, uint32_t bytes) {
 #pragma unroll 1
-    for (int32_t i = lane_; i < n; i += 32)
+    for (int32_t i = threadIdx.x % 32; i < n; i += 32)
       asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from(i)), "r"(bytes) : "memory");
   }
 

@@ -12,11 +12,11 @@ class RouterSteps : public AttentionSteps {
   using AttentionSteps::AttentionSteps;
 
   // Every rank routes every row for itself. A row's choice of experts and its expert operand are for two blocks.
-  __device__ bool route_rows(int64_t l) {
+  __device__ bool route_rows() {
 #pragma unroll 1
     for (int unit = first_routing_unit(); unit < 2 * rows(); unit += blocks()) {
       sync_block();
-      if (!(unit % 2 ? make_operand(l, unit / 2) : choose_experts(l, unit / 2))) return false;
+      if (!(unit % 2 ? make_operand(unit / 2) : choose_experts(unit / 2))) return false;
     }
     return true;
   }
@@ -72,13 +72,14 @@ class RouterSteps : public AttentionSteps {
   }
 
  private:
-  __device__ bool choose_experts(int64_t l, int i) {
+  __device__ bool choose_experts(int i) {
+    const int l = layer();
     const int own = static_cast<int>(p_.experts_rank()), experts = static_cast<int>(p_.experts);
     RouterRegion& sh = *region<RouterRegion>();
 #pragma unroll 1
     for (int e = thread_index(); e < experts; e += kThreads) {
       const int source = e / own;
-      const float bias = __ldg(a_.shared.router_bias + static_cast<int>(l) * experts + e);
+      const float bias = __ldg(a_.shared.router_bias + l * experts + e);
       const uint64_t* first =
           slots_from(source, w_.logits, kMaxRows * own * kSegments) + (i * own + e - source * own) * kSegments;
       const float probability = sigmoid(wait_sum(place_, Phase::kRouter, first, 1, source) * p_.router_multiplier);
@@ -95,11 +96,12 @@ class RouterSteps : public AttentionSteps {
   // The pooled row, normed, as expert operand, a 16-block per thread. Two loops over a block's words, not one long
   // piece of code: it runs once per layer, out of a cold instruction cache. Threads start at different words, for the
   // banks' sake.
-  __device__ bool make_operand(int64_t l, int i) {
+  __device__ bool make_operand(int i) {
+    const int l = layer();
     const int pairs = moe_hidden() / 2, half = static_cast<int>(p_.moe_columns()) / 2;
     float2* row = region<float2>();
     uint32_t* words = reinterpret_cast<uint32_t*>(row + pairs);  // gains, two by two; then the normed row
-    const uint32_t* gains = reinterpret_cast<const uint32_t*>(a_.shared.moe_gains) + static_cast<int>(l) * moe_hidden();
+    const uint32_t* gains = reinterpret_cast<const uint32_t*>(a_.shared.moe_gains) + l * moe_hidden();
     constexpr int kWords = 8;
 #pragma unroll 1
     for (int c0 = thread_index(); c0 < pairs; c0 += kWords * kThreads) {
@@ -125,7 +127,7 @@ class RouterSteps : public AttentionSteps {
         inverse_rms(block_sumsq(moe_hidden(), reinterpret_cast<const float*>(row), s_.partial), moe_hidden(), p_.eps);
     uint16_t* out = mine<uint16_t>(w_.x) + i * expert_row(moe_hidden());
     const bool quantized = p_.kind[l].nvfp4 && p_.quantize_activations;
-    const float input_scale = a_.shared.input_scales[2 * static_cast<int>(l)];
+    const float input_scale = a_.shared.input_scales[2 * l];
 #pragma unroll 1
     for (int b = thread_index(); b < moe_hidden() / 16; b += kThreads) {
       float amax = 0.0f;
@@ -182,7 +184,7 @@ class RouterSteps : public AttentionSteps {
   }
 
   // By one warp: the chosen experts' weights.
-  __device__ void weigh(int64_t l, int i, RouterRegion& sh) const {
+  __device__ void weigh(int l, int i, RouterRegion& sh) const {
     const int lane = thread_index() % 32;
     if (lane < top_k()) {  // ascending expert id
       int at = 0;

@@ -46,11 +46,12 @@ class RowSteps : public DenseSteps {
 
   // As owner of one segment of the output columns: adds the eight ranks' partial sums in the contract's order and gives
   // everybody the rounded results, and the segment's sum of squares for the norm that follows. A block per row.
-  __device__ bool reduce(int64_t l, int which) {
+  __device__ bool reduce() {
+    const int which = exchange();
     const int owned = hidden() / kRanks, per_source = kMaxRows * owned;
     const Phase phase = which ? Phase::kCombine : Phase::kOutput;
     float4* z = region<float4>();
-    const uint16_t* scale = gain(l, 2) + me() * owned;
+    const uint16_t* scale = gain(2) + me() * owned;
 #pragma unroll 1
     for (int i = block(); i < rows(); i += blocks()) {
 #pragma unroll 1
@@ -82,9 +83,10 @@ class RowSteps : public DenseSteps {
 
   // Adds the branch that the row-parallel exchange `which` brought to the stream. A unit is a segment of a row; the
   // GEMM that follows norms the row by its segments' sums of squares.
-  __device__ bool branch(int64_t l, int which) {
+  __device__ bool branch() {
+    const int l = layer(), which = exchange();
     const int owned = hidden() / kRanks, units = rows() * kSegments;
-    const float* alpha = global(a_.shared.gates) + (4 * static_cast<int>(l) + 2 * which) * hidden();
+    const float* alpha = global(a_.shared.gates) + (4 * l + 2 * which) * hidden();
     const bool last = which == 1 && l + 1 == p_.layer_end, tap_rank = me() == a_.local[0];
     float4* x = region<float4>();
 #pragma unroll 1
@@ -109,7 +111,7 @@ class RowSteps : public DenseSteps {
 #pragma unroll
         for (int r = 0; r < kRanks; ++r) ss[r] = bit_cast<float>(word[r]);
         const float r = inverse_rms(tree8(ss), hidden(), p_.post_eps);
-        const float4 y = branch_value(four({word[kRanks], word[kRanks + 1]}), gain(l, 2) + segment * owned, q, which);
+        const float4 y = branch_value(four({word[kRanks], word[kRanks + 1]}), gain(2) + segment * owned, q, which);
         const auto add = [r](float stream, float alpha, float beta, float y) {
           return canonical(alpha * stream + beta * round_bf16(y * r));
         };
@@ -187,7 +189,7 @@ class RowSteps : public DenseSteps {
       clear(a_.results.stream + int64_t{t} * hidden(), hidden());
       if (!a_.results.tap_residuals) continue;
 #pragma unroll 1
-      for (int64_t l = 0; l < layers; ++l) {
+      for (int l = 0; l < layers; ++l) {
         for (int which = 0; which < 2; ++which)
           clear(a_.results.tap_residuals + ((2 * l + which) * p_.rows + t) * hidden(), hidden());
         clear(a_.results.tap_experts + (l * p_.rows + t) * top_k(), top_k());

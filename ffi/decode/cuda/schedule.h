@@ -65,17 +65,10 @@ struct ExpertJob {
   int32_t segment_bytes;  // of a row group
   int32_t chunk_bytes;    // at most kSlotBytes
   int32_t k_blocks;       // 16-blocks of K in a segment, padded for NVFP4
-  int32_t held;           // units whose sums the block's region holds
 
   MUSE_FN int32_t chunks() const { return (segment_bytes + chunk_bytes - 1) / chunk_bytes; }
   MUSE_FN int32_t bytes(int32_t c) const {
     return segment_bytes - c * chunk_bytes < chunk_bytes ? segment_bytes - c * chunk_bytes : chunk_bytes;
-  }
-  // A block's run of units is cut into equal batches that the region holds.
-  MUSE_FN int32_t batches(Range run) const { return (run.end - run.begin + held - 1) / held; }
-  MUSE_FN Range batch(Range run, int32_t which) const {
-    const Range own = part(run.end - run.begin, which, batches(run));
-    return {run.begin + own.begin, run.begin + own.end};
   }
   // Row group `group` of an expert, segment 0.
   MUSE_FN const unsigned char* group(int32_t expert, int32_t group) const {
@@ -83,13 +76,12 @@ struct ExpertJob {
   }
 };
 
-MUSE_FN ExpertJob expert_job(const Plan& p, const RankPointers& w, uint32_t region_bytes, int64_t l, bool second) {
+MUSE_FN ExpertJob expert_job(const Plan& p, const RankPointers& w, int64_t l, bool second) {
   ExpertJob job{};
   const int64_t k = second ? p.moe_inner : p.moe_hidden, blocks = k / kSegments / 16;
   const int32_t rows = static_cast<int32_t>(second ? p.moe_columns() : 2 * p.inner_columns());
   job.unit_groups = rows % 32 ? 1 : 2;
   job.groups = rows / 16 / job.unit_groups;
-  job.held = static_cast<int32_t>(region_bytes) / (kUnitSumBytes / 2 * job.unit_groups);
   if (p.kind[l].nvfp4) {
     job.weights = second ? w.w2_fp4 + p.w2_fp4(l, 0, 0) : w.w13_fp4 + p.w13_fp4(l, 0, 0);
     job.segment_bytes = static_cast<int32_t>(p.panels(k) * kPanelBytes);

@@ -11,12 +11,17 @@
 #include "ffi/decode/cuda/ring.cuh"
 #include "ffi/decode/cuda/rows.cuh"
 #include "ffi/decode/cuda/sync.cuh"
+#include "ffi/decode/cuda/unit_queue.cuh"
 
 namespace muse {
+
+// The dense GEMMs of a layer, in their order.
+enum class Gemm : uint32_t { kQkvu, kOutput, kPreExpert, kPostExpert };
 
 // A block's shared memory. What stays the same for the whole launch is here too: registers are for the tensor cores.
 struct BlockShared {
   RingShared ring;
+  UnitQueueShared units;
   StepArgs args;
   Place place;
   DeviceRows rows;
@@ -28,7 +33,10 @@ struct BlockShared {
   int16_t expert[kMaxPairs];
   int16_t first[kMaxPairs + 1];
   int32_t slices;
-  int32_t flag;                         // what one thread found out for all
+  // Which GEMM is next, dense and of the experts. Phases are told here: arguments that a phase keeps for later would be
+  // spilled (layers.cu).
+  Gemm gemm;
+  bool second;
   alignas(128) unsigned char region[];  // what the phases use in turn
 };
 
@@ -87,10 +95,12 @@ class StepBase {
         w_(shared.args.offsets),
         s_(shared),
         place_(shared.place),
-        ring_(shared.ring) {}
+        ring_(shared.ring),
+        units_(shared.units) {}
 
  protected:
   // 32-bit forms of what fits: 64-bit products and quotients are long code.
+  __device__ int layer() const { return static_cast<int>(place_.layer); }
   __device__ int rows() const { return s_.rows.count; }
   __device__ int me() const { return static_cast<int>(place_.rank); }
   __device__ int hidden() const { return static_cast<int>(p_.hidden); }
@@ -177,8 +187,11 @@ class StepBase {
     return alive;
   }
 
-  __device__ const uint16_t* gain(int64_t l, int which) const {
-    return global(a_.shared.hidden_gains) + (3 * static_cast<int>(l) + which) * hidden();
+  // Which row-parallel exchange is under way: o_proj's, 0, or post_expert_proj's, 1.
+  __device__ int exchange() const { return s_.gemm != Gemm::kPreExpert; }
+
+  __device__ const uint16_t* gain(int which) const {
+    return global(a_.shared.hidden_gains) + (3 * layer() + which) * hidden();
   }
 
   const StepArgs& a_;
@@ -187,6 +200,7 @@ class StepBase {
   BlockShared& s_;
   Place& place_;
   const Ring ring_;
+  const UnitQueue units_;
 
  private:
   __device__ bool leave_if(bool gave_up) {

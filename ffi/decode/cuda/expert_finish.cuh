@@ -1,0 +1,168 @@
+// What becomes of the experts' sums: hidden rows for all ranks, outputs and their sums of squares. By warps of their
+// own, while the chains go on.
+#pragma once
+
+#include "ffi/decode/cuda/expert_chain.cuh"
+#include "ffi/decode/cuda/router_steps.cuh"
+
+namespace muse {
+
+constexpr int kSliceRows = 8;  // (row, slot) pairs of one pass through an expert's weights
+
+class ExpertFinish : public RouterSteps {
+ public:
+  using RouterSteps::RouterSteps;
+
+  // The finishing warps: every block's units of all layers, round robin.
+  __device__ void finish_units() {
+    const int own = thread_index() / 32 - kFirstFinisher;
+    uint32_t first = 0;
+#pragma unroll 1
+    for (int gemms = 2 * static_cast<int>(p_.layer_end - p_.layer_begin), g = 0; g < gemms; ++g) {
+      if (!units_.wait_begin(g % 2, ring_)) return;
+      const Range units = own_units(this_job());
+#pragma unroll 1
+      for (int i = own; i < units.end - units.begin; i += kFinishers)
+        if (!finish_unit(units.begin + i, first + i)) return;
+      first += units.end - units.begin;
+      units_.end();
+    }
+  }
+
+ protected:
+  __device__ ExpertJob this_job() const { return expert_job(p_, weights(), layer(), s_.second); }
+
+  __device__ Range own_units(const ExpertJob& job) const {
+    return part(s_.slices * job.groups, place_.index, place_.size);
+  }
+
+  __device__ ExpertKind expert_kind() const {
+    const int l = layer();
+    return !p_.kind[l].nvfp4 ? ExpertKind::kBf16 : p_.quantize_activations ? ExpertKind::kW4A4 : ExpertKind::kW4A16;
+  }
+
+  // Segment sums of the units under way: [place][segment][row group of the unit][row][column], in the region.
+  __device__ float* unit_sums(uint32_t unit, int segment, int half) const {
+    return region<float>() + ((unit % kUnits * kSegments + segment) * 2 + half) * 16 * kSliceRows;
+  }
+
+ private:
+  // Half a warp per pair, lane j adds the segments of output column j. `number`: in the queue.
+  __device__ bool finish_unit(int unit, uint32_t number) {
+    const ExpertJob job = this_job();
+    const ExpertKind kind = expert_kind();
+    const bool second = s_.second;
+    const int lane = thread_index() % 32, j = lane % 16;
+    const float unit_of_sum = kind == ExpertKind::kW4A4 ? kCodeScale : 1.0f;
+    const int slice = unit / job.groups, group = unit - slice * job.groups, expert = s_.expert[slice];
+    const int begin = s_.first[slice], count = s_.first[slice + 1] - begin;
+    const float factor[2] = {scale(expert, second ? 2 : 0, kind), scale(expert, second ? 2 : 1, kind)};
+    if (!units_.wait_unit(number, ring_)) return false;
+#pragma unroll 1
+    for (int at = 0; at < count; at += 2) {
+      const int column = min(at + lane / 16, count - 1), pair = s_.pairs[begin + column];
+      const bool present = at + lane / 16 < count;
+      float total[2];
+#pragma unroll 1
+      for (int half = 0; half < job.unit_groups; ++half) {
+        float s[kSegments];
+#pragma unroll
+        for (int r = 0; r < kSegments; ++r) s[r] = unit_sums(number, r, half)[j * kSliceRows + column] * unit_of_sum;
+        (half ? total[1] : total[0]) = tree8(s) * (half ? factor[1] : factor[0]);
+      }
+      if (!second) {
+        push_hidden(kind, pair, group, to_bf16(silu(total[0]) * total[1]), present);
+      } else if (present) {
+        uint16_t* f =
+            mine<uint16_t>(w_.f) + pair * static_cast<int>(p_.moe_columns()) + group * job.unit_groups * 16 + j;
+        f[0] = to_bf16(total[0]);
+        if (job.unit_groups == 2) f[16] = to_bf16(total[1]);
+      }
+    }
+    units_.done(number);
+    if (second) finish_slice(job.groups, slice);
+    return true;
+  }
+
+  // The fp32 factor of an expert GEMM's result: gate, up or down.
+  __device__ float scale(int expert, int which, ExpertKind kind) const {
+    if (kind == ExpertKind::kBf16) return 1.0f;
+    const int l = layer();
+    const float weight = __ldg(a_.shared.scale_2 + (l * static_cast<int>(p_.experts) + expert) * 3 + which);
+    return kind == ExpertKind::kW4A4 ? weight * __ldg(a_.shared.input_scales + 2 * l + (which == 2)) : weight;
+  }
+
+  // Sixteen lanes hold a 16-block of a pair's hidden row; all lanes of the warp come here, those of a pair that does
+  // not exist store nothing. Every rank gets it: as codes and their scale, or as it is.
+  __device__ __forceinline__ void push_hidden(ExpertKind kind, int pair, int group, uint16_t m, bool present) {
+    const int j = thread_index() % 16, groups = static_cast<int>(p_.inner_columns()) / 16;
+    const int per_source = kMaxRows * top_k() * groups * kBlockWords, at = (pair * groups + group) * kBlockWords;
+    if (kind != ExpertKind::kW4A4) {
+      const uint32_t word = pack(m, static_cast<uint16_t>(__shfl_down_sync(~0u, static_cast<uint32_t>(m), 1)));
+      if (present && j % 2 == 0) push_all(w_.hidden, per_source, at + j / 2, word);
+      return;
+    }
+    const Quantized q = quantize_lane(m, __ldg(a_.shared.input_scales + 2 * layer() + 1));
+    uint32_t word = q.code << (4 * (j % 8));
+#pragma unroll
+    for (int step = 1; step < 8; step *= 2) word |= __shfl_xor_sync(~0u, word, step);
+    if (!present) return;
+    // Lanes 0 to 7 hold the first word, 8 to 15 the second; each stores for rank j mod 8.
+    uint64_t* slot = slots_to(j % kRanks, w_.hidden, per_source) + at;
+    store_slot(slot + j / 8, word, place_.epoch);
+    if (j < 8) store_slot(slot + 2, q.scale, place_.epoch);
+  }
+
+  // Whoever stores a slice's last outputs goes on to its pairs' sums of squares, without a meeting of the blocks.
+  __device__ void finish_slice(int groups, int slice) {
+    uint32_t* done = mine<uint32_t>(w_.slice_counts) + slice;
+    const int lane = thread_index() % 32;
+    __syncwarp();
+    uint32_t before = 0;
+    if (lane == 0) {
+      __threadfence();
+      before = atomicAdd(done, 1u);
+      __threadfence();
+    }
+    if (static_cast<int>(__shfl_sync(~0u, before, 0)) + 1 != groups) return;
+    __syncwarp();              // for the memory that the first lane saw
+    if (lane == 0) *done = 0;  // for the next layer, which lies behind barriers
+    push_sums_of_squares(s_.first[slice], s_.first[slice + 1]);
+  }
+
+  // This rank's columns are segment me() of each pair's sum of squares: half of one warp per pair, the result to every
+  // rank.
+  __device__ void push_sums_of_squares(int begin, int end) {
+    const int lane = thread_index() % 32, j = lane % 16, width = static_cast<int>(p_.moe_columns());
+    const uint16_t* g = post_gain() + j;
+#pragma unroll 1
+    for (int at = begin; at < end; at += 2) {
+      const int pair = s_.pairs[min(at + lane / 16, end - 1)];
+      const uint16_t* f = mine<uint16_t>(w_.f) + pair * width + j;
+      float sum = 0.0f;
+#pragma unroll 1
+      for (int c0 = 0; c0 < width; c0 += 8 * kLanes) {
+        uint16_t x[8], y[8];
+#pragma unroll
+        for (int e = 0; e < 8; ++e) {
+          const int c = min(c0 + e * kLanes, width - kLanes);
+          x[e] = __ldcg(f + c);
+          y[e] = __ldg(g + c);
+        }
+#pragma unroll
+        for (int e = 0; e < 8; ++e)
+          if (c0 + e * kLanes < width) {
+            const float z = from_bf16(x[e]) * from_bf16(y[e]);
+            sum = fma1(z, z, sum);
+          }
+      }
+      sum = fold_warp(sum);
+      if (j < kRanks) {
+        fence_rank();  // the pair's outputs, of all blocks, lie behind its sum
+        store_slot(slots_to(j, w_.sums, kMaxRows * top_k()) + pair, bit_cast<uint32_t>(sum), place_.epoch);
+      }
+    }
+  }
+};
+
+}  // namespace muse

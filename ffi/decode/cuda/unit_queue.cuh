@@ -1,0 +1,60 @@
+// The way of an expert GEMM's unit from the warps that make its segments' sums to the warp that adds them up: as in the
+// weight ring, unit u of a block's sequence has place u mod kUnits, with two mbarriers. All lanes arrive, for what each
+// of them stored or read.
+#pragma once
+
+#include "ffi/decode/cuda/ring.cuh"
+
+namespace muse {
+
+struct UnitQueueShared {
+  uint64_t full[kUnits], empty[kUnits];
+  uint64_t begun, ended;  // once per GEMM: there are units to wait for; the finishing warps have no more
+};
+
+class UnitQueue {
+ public:
+  __device__ explicit UnitQueue(UnitQueueShared& shared) : s_(shared) {}
+
+  // By one thread, before the block's first __syncthreads.
+  __device__ void init() const {
+    for (int i = 0; i < kUnits; ++i) barrier_init(&s_.full[i], kThreads), barrier_init(&s_.empty[i], 32);
+    barrier_init(&s_.begun, 1);
+    barrier_init(&s_.ended, 32 * kFinishers);
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+  }
+
+  // Computing warps. `second`: of a layer's two GEMMs, which is also the parity.
+  __device__ void begin() const { barrier_arrive(&s_.begun); }  // one thread
+  __device__ __forceinline__ void wait_place(uint32_t unit) const {
+    const uint32_t use = unit >> kUnitsLog2;
+    if (use > 0) pass(&s_.empty[unit % kUnits], (use - 1) & 1u);
+  }
+  __device__ __forceinline__ void bring(uint32_t unit) const { barrier_arrive(&s_.full[unit % kUnits]); }
+  __device__ __forceinline__ void wait_end(bool second) const { pass(&s_.ended, second); }
+
+  // Finishing warps; false: the block is leaving.
+  __device__ bool wait_begin(bool second, const Ring& ring) const { return pass_or_leave(&s_.begun, second, ring); }
+  __device__ bool wait_unit(uint32_t unit, const Ring& ring) const {
+    return pass_or_leave(&s_.full[unit % kUnits], (unit >> kUnitsLog2) & 1u, ring);
+  }
+  __device__ void done(uint32_t unit) const { barrier_arrive(&s_.empty[unit % kUnits]); }
+  __device__ void end() const { barrier_arrive(&s_.ended); }
+
+ private:
+  __device__ static __forceinline__ void pass(uint64_t* barrier, uint32_t parity) {
+    while (!barrier_passed(barrier, parity)) {
+    }
+  }
+  __device__ static bool pass_or_leave(uint64_t* barrier, uint32_t parity, const Ring& ring) {
+    while (!barrier_passed(barrier, parity)) {
+      if (ring.leaving()) return false;
+      __nanosleep(kPollInterval);
+    }
+    return true;
+  }
+
+  UnitQueueShared& s_;
+};
+
+}  // namespace muse
