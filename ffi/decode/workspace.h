@@ -18,6 +18,7 @@
 //   hidden                            E                   next layer, behind R            1
 //   sums                              the next P          next layer, behind E            1
 //   partial[1], branch[1], its sums   the next P          next layer, behind E            1
+//   combined                          the next P, own     next layer, behind E
 //   row_sums[0]                       R, own rank         next layer, behind A
 //   row_sums[1]                       the next P, own     next layer, behind E; start()
 //
@@ -78,6 +79,7 @@ struct Workspace {
   // slots, [source rank][...]
   int64_t partial[2], branch[2], branch_sums[2], logits, pooled, hidden, sums;
   int64_t row_sums[2];  // slots that the rank itself fills: [row][segment]
+  int64_t combined;     // likewise: [row][pair of columns]
   int64_t timeline;     // [block][event]
   int64_t bytes;
 };
@@ -121,6 +123,7 @@ MUSE_FN Workspace workspace_of(const Plan& p) {
   w.pooled = take(kRanks * rows * (p.moe_columns() / 2) * 8);
   w.hidden = take(kRanks * pairs * (p.inner_columns() / 16) * kBlockWords * 8);
   w.sums = take(kRanks * pairs * 8);
+  w.combined = take(rows * (p.moe_columns() / 2) * 8);
 #ifdef MUSE_TIMELINE
   w.timeline = take(kTimelineBlocks * kTimelineEvents * 8);
 #endif

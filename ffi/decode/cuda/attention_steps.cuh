@@ -75,7 +75,7 @@ class AttentionSteps : public RowSteps {
       const uint32_t pair = __shfl_sync(~0u, two, (lane % 16 + 16 * e) / 2);
       own[e] = lane % 2 ? high_bf16(pair) : low_bf16(pair);
     }
-    return inverse_rms(warp_sumsq64(own), kHeadDim, p_.eps);
+    return rms_factor(warp_sumsq64(own), kHeadDim, p_.eps);
   }
 
   __device__ void cache(int l, int i, int head, uint32_t key, uint32_t value) {
@@ -239,7 +239,7 @@ class AttentionSteps : public RowSteps {
     uint32_t gated = 0;
 #pragma unroll 1  // one copy of the sigmoid; the halves end in their places
     for (int e = 0; e < 2; ++e, a >>= 16, u >>= 16)
-      gated = __byte_perm(gated, to_bf16((low_bf16(a) * r) * sigmoid(low_bf16(u))), 0x5432);
+      gated = __byte_perm(gated, to_bf16((low_bf16(a) * r) * sigmoid_of(low_bf16(u))), 0x5432);
     *reinterpret_cast<uint32_t*>(o) = gated;
   }
 };

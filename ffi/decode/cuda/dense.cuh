@@ -60,12 +60,11 @@ class DenseBase : public StepBase {
   }
 
   // This block's tasks of `job` for the pass that starts at row i0; the operand's segments that they touch are in the
-  // region. emit(row group, segment, accumulators).
+  // region. range, segments: this block's, of touched_segments. emit(row group, segment, accumulators).
   template <typename Emit>
-  __device__ __forceinline__ void dense_pass(const DenseJob& job, int i0, Emit emit) {
+  __device__ __forceinline__ void dense_pass(const DenseJob& job, Range range, Range segments, int i0, Emit emit) {
     const int warp = thread_index() / 32, lane = thread_index() % 32;
-    const Range range = part(job.tasks(), place_.index, place_.size);
-    const int first_segment = segments_of(job.segments).begin, chunks = job.chunks();
+    const int chunks = job.chunks();
     const bool two = rows() - i0 > 8;
     sync_block();
     uint32_t start = place_.chunk;
@@ -73,8 +72,8 @@ class DenseBase : public StepBase {
     for (int first = range.begin; first < range.end; first += kWarps) {
       const int at_once = min(kWarps, range.end - first);
       if (warp < at_once) {
-        const int task = first + warp, segment = task / job.groups;
-        const uint4* x = region<uint4>() + (segment - first_segment) * job.blocks * 32 + lane;
+        const int task = first + warp, segment = job.by_groups.quotient(task);
+        const uint4* x = region<uint4>() + (segment - segments.begin) * job.blocks * 32 + lane;
         Accumulators acc = {};
 #pragma unroll 1
         for (int c = 0; c < chunks; ++c, x += kSlotTiles * 32) {
@@ -90,21 +89,17 @@ class DenseBase : public StepBase {
     if (thread_index() == 0) place_.chunk = start;  // read after the next barrier
   }
 
-  // The K segments that this block's run of column-parallel tasks touches, whatever the number of row groups.
-  __device__ Range segments_of(int segments) const {
-    return {segments * block() / blocks(), (segments * (block() + 1) + blocks() - 1) / blocks()};
-  }
-
   // Column-parallel results: segment sums [segment][stride rows][columns] in the rank's scratch, of rows i0 ...
   __device__ void store_sums(float* sums, int stride, int columns, int group, int segment, int i0, int row0,
                              const Accumulators& acc) const {
     const int g = thread_index() % 32 / 4, t = thread_index() % 4;
-#pragma unroll
+#pragma unroll 1
     for (int b = 0; b < 2; ++b)
 #pragma unroll
       for (int j = 0; j < 4; ++j) {
         const int i = i0 + 8 * b + 2 * t + (j & 1);
-        if (i < rows()) sums[(segment * stride + i - row0) * columns + group * 16 + g + 8 * (j >> 1)] = acc[b][j];
+        if (i < rows())
+          sums[(segment * stride + i - row0) * columns + group * 16 + g + 8 * (j >> 1)] = b ? acc[1][j] : acc[0][j];
       }
   }
 

@@ -39,23 +39,20 @@ class DenseSteps : public OperandSteps {
   // Column-parallel results stay in the rank as segment sums. Of a row-parallel GEMM this rank's columns are one
   // segment: its partial sums go to the owners of the output columns.
   __device__ void multiply(int i0) {
-    const int l = layer();
     const Gemm which = s_.gemm;
-    const RankPointers& w = weights();
     const bool row_parallel = which == Gemm::kOutput || which == Gemm::kPostExpert;
-    const DenseJob job = which == Gemm::kQkvu        ? qkvu_job(p_, w, l)
-                         : which == Gemm::kOutput    ? o_job(p_, w, l)
-                         : which == Gemm::kPreExpert ? pre_expert_job(p_, w, l)
-                                                     : post_expert_job(p_, w, l);
+    const auto index = static_cast<uint32_t>(which);
+    const DenseJob& job = s_.jobs.dense[index];
     float* sums = mine<float>(w_.segment_sums);
-    dense_pass(job, i0, [&](int group, int segment, const Accumulators& acc) {
-      if (row_parallel) {
-        push_partials(w_.partial[which == Gemm::kPostExpert], group, i0, acc);
-      } else {
-        store_sums(sums, kMaxRows, job.groups * 16, group, segment, i0, 0, acc);
-        if (which == Gemm::kPreExpert) push_pooled(sums, group, i0);
-      }
-    });
+    dense_pass(job, s_.jobs.tasks[index], s_.jobs.segments[index], i0,
+               [&](int group, int segment, const Accumulators& acc) {
+                 if (row_parallel) {
+                   push_partials(w_.partial[which == Gemm::kPostExpert], group, i0, acc);
+                 } else {
+                   store_sums(sums, kMaxRows, job.groups * 16, group, segment, i0, 0, acc);
+                   if (which == Gemm::kPreExpert) push_pooled(sums, group, i0);
+                 }
+               });
     if (which == Gemm::kPreExpert) router_dots(i0);
   }
 
@@ -64,12 +61,13 @@ class DenseSteps : public OperandSteps {
     const int owned = hidden() / kRanks, owner = group * 16 / owned, column = group * 16 - owner * owned + g;
     uint64_t* slot = slots_to(owner, offset, kMaxRows * owned) + column;
     const uint32_t epoch = place_.epoch;
-#pragma unroll
+#pragma unroll 1
     for (int b = 0; b < 2; ++b)
 #pragma unroll
       for (int j = 0; j < 4; ++j) {
         const int i = i0 + 8 * b + 2 * t + (j & 1);
-        if (i < rows()) store_slot(slot + i * owned + 8 * (j >> 1), bit_cast<uint32_t>(acc[b][j]), epoch);
+        if (i < rows())
+          store_slot(slot + i * owned + 8 * (j >> 1), bit_cast<uint32_t>(b ? acc[1][j] : acc[0][j]), epoch);
       }
   }
 
@@ -95,7 +93,7 @@ class DenseSteps : public OperandSteps {
   // Segment sums of this block's run of (segment, expert of this rank) for one pass of rows: half a warp per row. They
   // travel as they are, which spares the rank a meeting of its blocks.
   __device__ void router_dots(int i0) {
-    const int first_segment = segments_of(kSegments).begin;
+    const int first_segment = s_.jobs.segments[static_cast<uint32_t>(Gemm::kPreExpert)].begin;
     const int warp = thread_index() / 32, lane = thread_index() % 32, j = lane % 16;
     const int own = static_cast<int>(p_.experts_rank()), count = min(kPassRows, rows() - i0), pairs = (count + 1) / 2;
     const Range range = part(own * kSegments, place_.index, place_.size);
@@ -108,16 +106,18 @@ class DenseSteps : public OperandSteps {
       const float* row = weights_of_layer + e * hidden() + segment * length;
       const uint16_t* h = region<uint16_t>() + column_tile_at(i, (segment - first_segment) * length + j, 0);
       float sum = 0.0f;
-      constexpr int kAtOnce = 32;  // loads in flight: they come from L2, and there is nothing else to do
+      constexpr int kAtOnce = 16;  // loads in flight: they come from L2, and there is nothing else to do
+      int b = 0;
 #pragma unroll 1
-      for (int b0 = 0; b0 < blocks_of_16; b0 += kAtOnce) {
+      for (; b + kAtOnce <= blocks_of_16; b += kAtOnce) {
         float w[kAtOnce];
 #pragma unroll
-        for (int b = 0; b < kAtOnce; ++b) w[b] = __ldg(row + min(b0 + b, blocks_of_16 - 1) * 16);
+        for (int e = 0; e < kAtOnce; ++e) w[e] = __ldg(row + (b + e) * 16);
 #pragma unroll
-        for (int b = 0; b < kAtOnce; ++b)
-          if (b0 + b < blocks_of_16) sum = fma1(from_bf16(h[(b0 + b) * kTile]), w[b], sum);
+        for (int e = 0; e < kAtOnce; ++e) sum = fma1(from_bf16(h[(b + e) * kTile]), w[e], sum);
       }
+#pragma unroll 1
+      for (; b < blocks_of_16; ++b) sum = fma1(from_bf16(h[b * kTile]), __ldg(row + b * 16), sum);
       sum = fold_warp(sum);
       // The eight lanes of each half store for eight ranks.
       if (j < kRanks)

@@ -20,7 +20,7 @@ class ExpertFinish : public RouterSteps {
 #pragma unroll 1
     for (int gemms = 2 * static_cast<int>(p_.layer_end - p_.layer_begin), g = 0; g < gemms; ++g) {
       if (!units_.wait_begin(g % 2, ring_)) return;
-      const Range units = own_units(this_job());
+      const Range units = own_units();
 #pragma unroll 1
       for (int i = own; i < units.end - units.begin; i += kFinishers)
         if (!finish_unit(units.begin + i, first + i)) return;
@@ -30,11 +30,9 @@ class ExpertFinish : public RouterSteps {
   }
 
  protected:
-  __device__ ExpertJob this_job() const { return expert_job(p_, weights(), layer(), s_.second); }
+  __device__ const ExpertJob& this_job() const { return s_.jobs.experts[p_.kind[layer()].nvfp4][s_.second]; }
 
-  __device__ Range own_units(const ExpertJob& job) const {
-    return part(s_.slices * job.groups, place_.index, place_.size);
-  }
+  __device__ Range own_units() const { return s_.expert_units[s_.second]; }
 
   __device__ ExpertKind expert_kind() const {
     const int l = layer();
@@ -49,12 +47,12 @@ class ExpertFinish : public RouterSteps {
  private:
   // Half a warp per pair, lane j adds the segments of output column j. `number`: in the queue.
   __device__ bool finish_unit(int unit, uint32_t number) {
-    const ExpertJob job = this_job();
+    const ExpertJob& job = this_job();
     const ExpertKind kind = expert_kind();
     const bool second = s_.second;
     const int lane = thread_index() % 32, j = lane % 16;
     const float unit_of_sum = kind == ExpertKind::kW4A4 ? kCodeScale : 1.0f;
-    const int slice = unit / job.groups, group = unit - slice * job.groups, expert = s_.expert[slice];
+    const int slice = job.by_groups.quotient(unit), group = unit - slice * job.groups, expert = s_.expert[slice];
     const int begin = s_.first[slice], count = s_.first[slice + 1] - begin;
     const float factor[2] = {scale(expert, second ? 2 : 0, kind), scale(expert, second ? 2 : 1, kind)};
     if (!units_.wait_unit(number, ring_)) return false;
@@ -140,22 +138,25 @@ class ExpertFinish : public RouterSteps {
       const int pair = s_.pairs[min(at + lane / 16, end - 1)];
       const uint16_t* f = mine<uint16_t>(w_.f) + pair * width + j;
       float sum = 0.0f;
+      const auto add = [&](uint16_t x, uint16_t y) {
+        const float z = from_bf16(x) * from_bf16(y);
+        sum = fma1(z, z, sum);
+      };
+      constexpr int kAtOnce = 16;  // loads in flight
+      int c = 0;
 #pragma unroll 1
-      for (int c0 = 0; c0 < width; c0 += 8 * kLanes) {
-        uint16_t x[8], y[8];
+      for (; c + kAtOnce * kLanes <= width; c += kAtOnce * kLanes) {
+        uint16_t x[kAtOnce], y[kAtOnce];
 #pragma unroll
-        for (int e = 0; e < 8; ++e) {
-          const int c = min(c0 + e * kLanes, width - kLanes);
-          x[e] = __ldcg(f + c);
-          y[e] = __ldg(g + c);
+        for (int e = 0; e < kAtOnce; ++e) {
+          x[e] = __ldcg(f + c + e * kLanes);
+          y[e] = __ldg(g + c + e * kLanes);
         }
 #pragma unroll
-        for (int e = 0; e < 8; ++e)
-          if (c0 + e * kLanes < width) {
-            const float z = from_bf16(x[e]) * from_bf16(y[e]);
-            sum = fma1(z, z, sum);
-          }
+        for (int e = 0; e < kAtOnce; ++e) add(x[e], y[e]);
       }
+#pragma unroll 1
+      for (; c < width; c += kLanes) add(__ldcg(f + c), __ldg(g + c));
       sum = fold_warp(sum);
       if (j < kRanks) {
         fence_rank();  // the pair's outputs, of all blocks, lie behind its sum

@@ -61,6 +61,9 @@ class ExpertSteps : public ExpertFinish {
       }
     }
     sync_block();
+    if (const int i = thread_index(); i < 2)
+      s_.expert_units[i] =
+          part(s_.slices * s_.jobs.experts[p_.kind[layer()].nvfp4][i].groups, place_.index, place_.size);
 #pragma unroll 1
     for (int j = thread_index(); j < pairs; j += kThreads)
       s_.pairs[first[chosen[j]] + place[j]] = static_cast<uint16_t>(j);
@@ -77,34 +80,32 @@ class ExpertSteps : public ExpertFinish {
   template <ExpertKind kKind>
   __device__ void expert_chains() {
     const int warp = thread_index() / 32, lane = thread_index() % 32;
-    const ExpertJob job = this_job();
-    const Range units = own_units(job);
-    const int chunks = job.chunks(), in_round = kSegments * job.unit_groups;
+    const ExpertJob& job = this_job();
+    const Range units = own_units();
+    const int chunks = job.chunks();
     const int segment_row = expert_row(static_cast<int>(s_.second ? p_.moe_inner : p_.moe_hidden)) / kSegments;
     // 16-blocks of a chunk, and as many as are loaded at once.
     constexpr int kChunkBlocks = kKind == ExpertKind::kBf16 ? kSlotTiles : kSpanBlocks;
     constexpr int kHeld = kKind == ExpertKind::kW4A4 ? kSpanBlocks : kSlotTiles;
-    uint32_t start = place_.chunk + warp;
+    uint32_t chunk = place_.chunk + warp, number = place_.unit;
     TokenOperand<kHeld> x;
     int loaded = -1;  // the slice in x, where it holds a whole segment
-    uint32_t number = place_.unit;
 #pragma unroll 1
     for (int unit = units.begin; unit < units.end; ++unit, ++number) {
-      const int slice = unit / job.groups, begin = s_.first[slice];
+      const int slice = job.by_groups.quotient(unit), begin = s_.first[slice];
       const int column = begin + lane / 4 < s_.first[slice + 1] ? begin + lane / 4 : begin;
       const uint16_t* tokens = token_row(s_.pairs[column]) + warp * segment_row;
-#pragma unroll 1  // one copy of the chain: the instruction cache is small
-      for (int half = 0; half < job.unit_groups; ++half) {
-        float acc[4] = {};
+      float acc[4] = {}, other[4] = {};  // of the unit's row groups in turn
 #pragma unroll 1
-        for (int c = 0; c < chunks; ++c) {
-          const auto load = [&](int block) {
-            load_tokens<kHeld>(tokens + block * 16, job.k_blocks - block, lane % 4, x);
-          };
-          const uint32_t chunk = start + half * kSegments + c * in_round;
-          const int bytes = job.bytes(c);
+      for (int c = 0; c < chunks; ++c) {
+        const auto load = [&](int block) {
+          load_tokens<kHeld>(tokens + block * 16, job.k_blocks - block, lane % 4, x);
+        };
+        const int bytes = job.bytes(c);
+        if (kKind == ExpertKind::kW4A4 && (slice != loaded || chunks > 1)) load(c * kChunkBlocks), loaded = slice;
+#pragma unroll 1  // one copy of the chain: the instruction cache is small
+        for (int half = 0; half < job.unit_groups; ++half, chunk += kSegments) {
           if constexpr (kKind == ExpertKind::kW4A4) {
-            if (slice != loaded || chunks > 1) load(c * kChunkBlocks), loaded = slice;
             chain_codes(ring_.wait(chunk), bytes / static_cast<int>(kPanelBytes), lane, x, acc);
           } else if constexpr (kKind == ExpertKind::kW4A16) {
             const unsigned char* panels = ring_.wait(chunk);
@@ -118,14 +119,25 @@ class ExpertSteps : public ExpertFinish {
             chain_expert_tiles(ring_.wait(chunk), bytes / static_cast<int>(kTile * 2), lane, x, acc);
           }
           ring_.release(chunk, lane);
+          if (job.unit_groups == 2) {
+#pragma unroll
+            for (int e = 0; e < 4; ++e) {
+              const float own = acc[e];
+              acc[e] = other[e];
+              other[e] = own;
+            }
+          }
         }
-        if (half == 0) units_.wait_place(number);
-        float* out = unit_sums(number, warp, half) + lane / 4 * kSliceRows + lane % 4 * 2;
-        *reinterpret_cast<float2*>(out) = float2{acc[0], acc[1]};
-        *reinterpret_cast<float2*>(out + 8 * kSliceRows) = float2{acc[2], acc[3]};
+      }
+      units_.wait_place(number);
+      float* out = unit_sums(number, warp, 0) + lane / 4 * kSliceRows + lane % 4 * 2;
+      *reinterpret_cast<float2*>(out) = float2{acc[0], acc[1]};
+      *reinterpret_cast<float2*>(out + 8 * kSliceRows) = float2{acc[2], acc[3]};
+      if (job.unit_groups == 2) {
+        *reinterpret_cast<float2*>(out + 16 * kSliceRows) = float2{other[0], other[1]};
+        *reinterpret_cast<float2*>(out + 24 * kSliceRows) = float2{other[2], other[3]};
       }
       units_.bring(number);
-      start += in_round * chunks;
     }
   }
 
@@ -134,8 +146,8 @@ class ExpertSteps : public ExpertFinish {
     units_.wait_end(s_.second);
     sync_block();
     if (thread_index() > 0) return;
-    const ExpertJob job = this_job();
-    const Range units = own_units(job);
+    const ExpertJob& job = this_job();
+    const Range units = own_units();
     place_.chunk += (units.end - units.begin) * kSegments * job.unit_groups * job.chunks();
     place_.unit += units.end - units.begin;
     s_.second = !s_.second;

@@ -54,7 +54,7 @@ class Step : public ExpertSteps {
     mark(Mark::kRoute);
     if (!rank_barrier(Phase::kExperts)) return false;
     run_phase<&Step::group_pairs>();
-    if (threadIdx.x == 0) ring_.experts_known();
+    ring_.experts_known();
     mark(Mark::kGroup);
     experts();
     mark(Mark::kFirst);
@@ -67,7 +67,7 @@ class Step : public ExpertSteps {
   }
 
   __device__ void experts() {
-    if (threadIdx.x == 0) units_.begin();
+    units_.begin();
     const ExpertKind kind = expert_kind();
     if (kind == ExpertKind::kW4A4)
       run_phase<&Step::expert_chains<ExpertKind::kW4A4>>();
@@ -91,7 +91,7 @@ class Step : public ExpertSteps {
 
   __device__ void next_layer() {
     sync_block();
-    if (threadIdx.x == 0) ++place_.layer;
+    if (thread_index() == 0) ++place_.layer;
     sync_block();
   }
 };
@@ -128,28 +128,23 @@ __device__ __noinline__ void prefetch_small(const StepArgs& a, const Place& plac
 // The producer's: the weights of all layers in the order of Step's phases.
 __device__ __noinline__ void stream_weights(BlockShared& s) {
   const Plan& p = s.args.plan;
-  const RankPointers& w = s.args.rank[s.place.rank];
   Producer producer(s);
-  const int passes = (s.rows.count + kPassRows - 1) / kPassRows;
+  const int passes = (s.rows.count + kPassRows - 1) / kPassRows, begin = static_cast<int>(p.layer_begin);
 #pragma unroll 1
-  for (int l = static_cast<int>(p.layer_begin); l < p.layer_end; ++l) {
+  for (int l = begin; l < p.layer_end; ++l) {
     prefetch_small(s.args, s.place, l);
-    bool staying = true;
+    const LayerKind kind = p.kind[l];
 #pragma unroll 1  // one copy of the code for four dense GEMMs, one for two of the experts
-    for (int stage = 0; stage < 6 && staying; ++stage) {
-      if (stage == 3) staying = producer.wait_experts_known(static_cast<uint32_t>(l - p.layer_begin));
-      if (!staying) break;
-      if (stage == 3 || stage == 4) {
-        staying = producer.experts(expert_job(p, w, l, stage == 4));
-        continue;
-      }
-      staying = producer.dense(stage == 0   ? qkvu_job(p, w, l)
-                               : stage == 1 ? o_job(p, w, l)
-                               : stage == 2 ? pre_expert_job(p, w, l)
-                                            : post_expert_job(p, w, l),
-                               passes);
+    for (int stage = 0; stage < 6; ++stage) {
+      if (stage == 3 && !producer.wait_experts_known(static_cast<uint32_t>(l - begin))) return;
+      const bool second = stage == 4;
+      const int dense = min(stage, 3);
+      const bool staying = stage == 3 || second
+                               ? producer.experts(s.jobs.experts[kind.nvfp4][second], s.expert_units[second],
+                                                  kind.experts * static_cast<int>(p.experts))
+                               : producer.dense(s.jobs.dense[dense], s.jobs.tasks[dense], l, passes);
+      if (!staying) return;
     }
-    if (!staying) break;
   }
 }
 
@@ -184,7 +179,7 @@ __global__ void __launch_bounds__(kLaunchThreads, 1) decode_layers(const __grid_
 
 int64_t region_bytes(const Plan& p) {
   return std::max<int64_t>({dense_operand_bytes(p.hidden), row_parallel_operand_bytes(p.q_columns()),
-                            row_parallel_operand_bytes(p.moe_columns()) + static_cast<int64_t>(sizeof(ExpertTerms)),
+                            row_parallel_operand_bytes(p.moe_columns()), static_cast<int64_t>(sizeof(ExpertTerms)),
                             p.hidden * 4,  // a row
                             static_cast<int64_t>(sizeof(AttentionShared)),
                             std::max<int64_t>(sizeof(float) * 2048 + 256, p.moe_hidden * 6),  // router
@@ -195,6 +190,10 @@ int64_t region_bytes(const Plan& p) {
 }  // namespace
 
 Status prepare_layers(const Plan& plan, Prepared* prepared) {
+  const int64_t tiles = plan.layers * (std::max(plan.qkvu_rows(), plan.moe_columns()) / 16) * (plan.hidden / 16);
+  if (tiles > INT32_MAX)
+    return {"decode_layers: a dense weight of " + std::to_string(tiles) +
+            " tiles of 16 x 16, fewer than 2^31 expected"};
   if (plan.q_heads / plan.kv_heads > kMaxGroup)
     return {"decode_layers: " + std::to_string(plan.q_heads / plan.kv_heads) + " query heads per kv head, at most " +
             std::to_string(kMaxGroup)};

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "ffi/decode/cuda/block.cuh"
+#include "ffi/numerics/elementary.h"
 #include "ffi/numerics/reduce.h"
 
 namespace muse {
@@ -46,6 +47,10 @@ inline __device__ __noinline__ float segment_sumsq(int length, const float* x, f
   sync_block();
   return *partial;
 }
+
+// inverse_rms and sigmoid, one piece of code for all phases: most run once per layer, out of a cold instruction cache.
+inline __device__ __noinline__ float rms_factor(float ss, int n, float eps) { return inverse_rms(ss, n, eps); }
+inline __device__ __noinline__ float sigmoid_of(float x) { return sigmoid(x); }
 
 // sumsq64 of one head by one warp: lane j < 16 holds elements j, j + 16, j + 32, j + 48 in x[0..3].
 __device__ __forceinline__ float warp_sumsq64(const float (&x)[4]) {

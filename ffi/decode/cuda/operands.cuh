@@ -6,7 +6,7 @@
 
 namespace muse {
 
-// The chosen experts of a pass's rows, in each row by ascending id; behind the operand in the region.
+// The chosen experts of some of a pass's rows, in each row by ascending id.
 struct ExpertTerms {
   float2 term[kPassRows * kMaxTopK];    // weight and rho
   int32_t place[kPassRows * kMaxTopK];  // of the expert's output
@@ -21,13 +21,13 @@ class OperandSteps : public DenseBase {
   // the stream is there.
   __device__ bool load_normed(int i0) {
     const bool attention = s_.gemm == Gemm::kQkvu;
-    const Range segments = segments_of(kSegments);
+    const Range segments = s_.jobs.segments[static_cast<uint32_t>(s_.gemm)];
     const int count = min(kPassRows, rows() - i0), length = hidden() / kSegments;
     if (const int i = thread_index(); i < count) {
       const uint64_t* slot = mine<uint64_t>(w_.row_sums[attention]) + (i0 + i) * kSegments;
       const float sum = wait_sum(place_, Phase::kBranch, slot, 1, me(), kBarrierGrace);
       fence_rank();
-      s_.scale[i] = inverse_rms(sum, hidden(), p_.eps);
+      s_.scale[i] = rms_factor(sum, hidden(), p_.eps);
     }
     if (!all_alive()) return false;
     const int columns = (segments.end - segments.begin) * length;
@@ -60,62 +60,24 @@ class OperandSteps : public DenseBase {
     return true;
   }
 
-  // This rank's columns of the weighted sum over the chosen experts; false: somebody gave up. The outputs of other
-  // blocks lie behind their sums of squares.
+  // This rank's columns of the weighted sum over the chosen experts; false: somebody gave up. Blocks share it out and
+  // tell each other, two columns a slot: all of it would be too much reading for each.
   __device__ bool load_combined(int i0) {
-    const int width = static_cast<int>(p_.moe_columns()), k_count = top_k(), count = min(kPassRows, rows() - i0);
-    const int own = thread_index(), pair = i0 * k_count + own;
-    static_assert(kPassRows * kMaxTopK <= kThreads, "a thread per pair");
-    const bool present = own < count * k_count;
-    ExpertTerms& terms = *region<ExpertTerms>(static_cast<int>(row_parallel_operand_bytes(width)));
-    if (present) terms.expert[own] = __ldcg(mine<int32_t>(w_.router_experts) + pair);
-    sync_block();
-    if (present) {
-      const float weight = __ldcg(mine<float>(w_.router_weights) + pair);
-      const int first = own / k_count * k_count;
-      int at = first;
+    const int words = static_cast<int>(p_.moe_columns()) / 2, count = min(kPassRows, rows() - i0);
+    if (!combine(i0, words, count)) return false;
+    const uint64_t* slots = mine<uint64_t>(w_.combined) + i0 * words;
 #pragma unroll 1
-      for (int k = 0; k < k_count; ++k) at += terms.expert[first + k] < terms.expert[own];
-      const uint64_t* slot = slots_from(0, w_.sums, kMaxRows * k_count) + pair;
-      const float sum = wait_sum(place_, Phase::kCombine, slot, kMaxRows * k_count, -1);
-      fence_rank();
-      terms.term[at] = {weight, inverse_rms(sum, moe_hidden(), p_.post_eps)};
-      terms.place[at] = pair * width;
-    }
-    if (!all_alive()) return false;
-    const Walk walk(count, width / 8);
-    const uint16_t *gains = post_gain(), *f = mine<uint16_t>(w_.f);
-    const float2* own_terms = terms.term + walk.source * k_count;
-    const int* place = terms.place + walk.source * k_count;
-    uint32_t* to = operand_words(walk.row);
+    for (int c = thread_index(); c < words; c += kThreads)
 #pragma unroll 1
-    for (int first = walk.first; walk.any(first); first += walk.step) {
-      const int c = 8 * walk.group(first);
-      const uint4 g = __ldg(reinterpret_cast<const uint4*>(gains + c));
-      const float4 low = four({g.x, g.y}), high = four({g.z, g.w});
-      float x[8] = {};
-#pragma unroll 1
-      for (int k0 = 0; k0 < k_count; k0 += kAtOnce) {
-        uint4 y[kAtOnce];
+      for (int row = 0; row < count; row += kAtOnce) {
+        uint32_t word[kAtOnce] = {};
+        wait(
+            Phase::kCombine, [&](int e) { return slots + min(row + e, count - 1) * words + c; },
+            [&](int) { return me(); }, word, kBarrierGrace);
 #pragma unroll
-        for (int k = 0; k < kAtOnce; ++k)
-          y[k] = __ldcg(reinterpret_cast<const uint4*>(f + place[min(k0 + k, k_count - 1)] + c));
-        __syncwarp();
-#pragma unroll
-        for (int k = 0; k < kAtOnce; ++k) {
-          if (k0 + k >= k_count) break;
-          const float2 term = own_terms[k0 + k];
-          const auto add = [&](float& x, float f, float gain) { x = fma1(term.x, (f * gain) * term.y, x); };
-          const float4 a = four({y[k].x, y[k].y}), b = four({y[k].z, y[k].w});
-          add(x[0], a.x, low.x), add(x[1], a.y, low.y), add(x[2], a.z, low.z), add(x[3], a.w, low.w);
-          add(x[4], b.x, high.x), add(x[5], b.y, high.y), add(x[6], b.z, high.z), add(x[7], b.w, high.w);
-        }
+        for (int e = 0; e < kAtOnce; ++e) operand_words(row + e)[word_of(2 * c)] = word[e];
       }
-      if (first >= walk.groups) continue;
-#pragma unroll
-      for (int t = 0; t < 4; ++t) to[word_of(c) + 4 * t] = pack(to_bf16(x[2 * t]), to_bf16(x[2 * t + 1]));
-    }
-    return true;
+    return all_alive();
   }
 
  protected:
@@ -129,6 +91,56 @@ class OperandSteps : public DenseBase {
 
  private:
   static constexpr int kAtOnce = 8;  // loads of a thread in flight
+
+  // This block's part of the words. The outputs of other blocks lie behind their sums of squares.
+  __device__ bool combine(int i0, int words, int count) {
+    const Range own = part(count * words, place_.index, place_.size);
+    const int k_count = top_k(), first_row = own.begin / words,
+              pairs = ((own.end - 1) / words - first_row + 1) * k_count;
+    const int j = thread_index(), pair = (i0 + first_row) * k_count + j;
+    static_assert(kPassRows * kMaxTopK <= kThreads, "a thread per pair");
+    const bool present = own.begin < own.end && j < pairs;
+    ExpertTerms& terms = *region<ExpertTerms>();
+    if (present) terms.expert[j] = __ldcg(mine<int32_t>(w_.router_experts) + pair);
+    sync_block();
+    if (present) {
+      const float weight = __ldcg(mine<float>(w_.router_weights) + pair);
+      const int first = j / k_count * k_count;
+      int at = first;
+#pragma unroll 1
+      for (int k = 0; k < k_count; ++k) at += terms.expert[first + k] < terms.expert[j];
+      const uint64_t* slot = slots_from(0, w_.sums, kMaxRows * k_count) + pair;
+      const float sum = wait_sum(place_, Phase::kCombine, slot, kMaxRows * k_count, -1);
+      fence_rank();
+      terms.term[at] = {weight, rms_factor(sum, moe_hidden(), p_.post_eps)};
+      terms.place[at] = pair * words;
+    }
+    if (!all_alive()) return false;
+    const uint32_t* gains = reinterpret_cast<const uint32_t*>(post_gain());
+    const uint32_t* f = reinterpret_cast<const uint32_t*>(mine<uint16_t>(w_.f));
+#pragma unroll 1
+    for (int at = own.begin + j; at < own.end; at += kThreads) {
+      const int row = at / words, c = at - row * words, first = (row - first_row) * k_count;
+      const uint32_t gain = __ldg(gains + c);
+      float x = 0.0f, y = 0.0f;
+#pragma unroll 1
+      for (int k0 = 0; k0 < k_count; k0 += kAtOnce) {
+        uint32_t two[kAtOnce];
+#pragma unroll
+        for (int k = 0; k < kAtOnce; ++k) two[k] = __ldcg(f + terms.place[first + min(k0 + k, k_count - 1)] + c);
+#pragma unroll
+        for (int k = 0; k < kAtOnce; ++k) {
+          if (k0 + k >= k_count) break;
+          const float2 term = terms.term[first + k0 + k];
+          x = fma1(term.x, (low_bf16(two[k]) * low_bf16(gain)) * term.y, x);
+          y = fma1(term.x, (high_bf16(two[k]) * high_bf16(gain)) * term.y, y);
+        }
+      }
+      store_slot(mine<uint64_t>(w_.combined) + i0 * words + at, pack(to_bf16(x), to_bf16(y)), place_.epoch);
+    }
+    sync_block();  // the terms are read, the operand takes their place
+    return true;
+  }
 
   // What a thread makes of a pass of `count` rows: one row, from group `first` of its columns every step-th. A warp has
   // eight groups of the rows 0, 1, 8 and 9 (2 further on, 4, 6): whole lines of memory, and few conflicts in shared

@@ -29,6 +29,18 @@ __device__ __forceinline__ void start_block(const StepArgs& args, BlockShared& s
     place.chunk = place.unit = place.events = 0;
     place.gave_up = load_relaxed(&place.control->abort);  // an earlier step's failure; nothing works until the rebuild
   }
+  if (const int i = threadIdx.x; i < 8) {
+    const int size = gridDim.x / args.local_count, index = blockIdx.x % size;
+    const RankPointers& weights = args.rank[args.local[blockIdx.x / size]];
+    Jobs& jobs = shared.jobs;
+    if (i < 4) {
+      jobs.dense[i] = dense_job(args.plan, weights, Gemm{static_cast<uint32_t>(i)});
+      jobs.tasks[i] = part(jobs.dense[i].tasks(), index, size);
+      jobs.segments[i] = touched_segments(jobs.dense[i].segments, index, size);
+    } else {
+      jobs.experts[i / 2 % 2][i % 2] = expert_job(args.plan, weights, i / 2 % 2, i % 2);
+    }
+  }
   if (threadIdx.x == 32 * kProducer) Ring(shared.ring).init();
   if (threadIdx.x == 32 * kFirstFinisher) UnitQueue(shared.units).init();
 }

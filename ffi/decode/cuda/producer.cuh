@@ -10,34 +10,31 @@ namespace muse {
 
 class Producer {
  public:
-  __device__ explicit Producer(BlockShared& shared)
-      : s_(shared), ring_(shared.ring), index_(shared.place.index), size_(shared.place.size), lane_(threadIdx.x % 32) {
+  __device__ explicit Producer(BlockShared& shared) : s_(shared), ring_(shared.ring), lane_(threadIdx.x % 32) {
     // Weights are read once: let them not push activations out of L2.
     asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy_));
   }
 
   // Each is called by the whole warp and returns false when the block is leaving.
-  __device__ bool dense(const DenseJob& job, int passes) {
-    const Range range = part(job.tasks(), index_, size_);
+  __device__ bool dense(const DenseJob& job, Range range, int layer, int passes) {
     const uint32_t tasks = range.end - range.begin, chunks = job.chunks(), in_pass = tasks * chunks;
     return stream(in_pass * passes, [&](uint32_t k) {
       // Rounds of at most kWarps tasks, chunk by chunk.
       const uint32_t at = k % in_pass, round = at / (kWarps * chunks) * kWarps, at_once = min(kWarps, tasks - round);
       const uint32_t rest = at - round * chunks, c = rest / at_once;
-      const int task = range.begin + round + rest - c * at_once, segment = task / job.groups;
-      return Piece{reinterpret_cast<const unsigned char*>(job.chunk(task - segment * job.groups, segment, c)),
+      const int task = range.begin + round + rest - c * at_once, segment = job.by_groups.quotient(task);
+      return Piece{reinterpret_cast<const unsigned char*>(job.chunk(layer, task - segment * job.groups, segment, c)),
                    job.chunk_tiles(c) * static_cast<uint32_t>(kTile) * 2};
     });
   }
 
-  // The experts in use, as group_pairs left them.
-  __device__ bool experts(const ExpertJob& job) {
-    const Range range = part(s_.slices * job.groups, index_, size_);
+  // The experts in use, as group_pairs left them; `first`: the number of the layer's first expert.
+  __device__ bool experts(const ExpertJob& job, Range range, int first) {
     const uint32_t in_round = kSegments * job.unit_groups, in_unit = in_round * job.chunks();
     return stream((range.end - range.begin) * in_unit, [&](uint32_t k) {
       const uint32_t own = k / in_unit, rest = k - own * in_unit, c = rest / in_round;
-      const int unit = range.begin + own, slice = unit / job.groups;
-      return Piece{job.group(s_.expert[slice], (unit - slice * job.groups) * job.unit_groups) + c * job.chunk_bytes +
+      const int unit = range.begin + own, slice = job.by_groups.quotient(unit);
+      return Piece{job.unit(first + s_.expert[slice], unit - slice * job.groups) + c * job.chunk_bytes +
                        (rest - c * in_round) * job.segment_bytes,
                    static_cast<uint32_t>(job.bytes(c))};
     });
@@ -65,14 +62,16 @@ class Producer {
     static_assert(kSlots == 32, "a lane per slot");
     uint32_t k = (lane_ - chunk_) % kSlots;
     Piece next{};
-    if (k < count) next = piece(k);
+    bool known = false;
 #pragma unroll 1
-    while (__any_sync(~0u, k < count)) {
-      const bool ready = k < count && ring_.is_free(chunk_ + k);
+    while (true) {
+      if (k < count && !known) next = piece(k), known = true;  // before its slot is free
+      if (!__any_sync(~0u, known)) break;
+      const bool ready = known && ring_.is_free(chunk_ + k);
       if (ready) {
         ring_.fetch(chunk_ + k, next.data, next.bytes, policy_);
         k += kSlots;
-        if (k < count) next = piece(k);  // now, not when its slot is free
+        known = false;
       }
       if (__any_sync(~0u, ready)) continue;
       if (ring_.leaving()) return false;
@@ -84,7 +83,7 @@ class Producer {
 
   BlockShared& s_;
   const Ring ring_;
-  const uint32_t index_, size_, lane_;
+  const uint32_t lane_;
   uint64_t policy_;
   uint32_t chunk_ = 0;
 };

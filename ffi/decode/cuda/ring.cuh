@@ -7,6 +7,7 @@
 // be at a slot's next chunk while another still waits for this one.
 #pragma once
 
+#include "ffi/decode/cuda/block.cuh"
 #include "ffi/decode/cuda/budget.h"
 
 namespace muse {
@@ -50,7 +51,7 @@ struct RingShared {
   alignas(128) unsigned char slots[kSlots][kSlotBytes];
   uint64_t full[kSlots], empty[kSlots];
   volatile uint32_t issued[kSlots];  // 1 + the last chunk that was asked for
-  uint64_t experts_known;            // one arrival per layer: the producer may read which experts are in use
+  uint64_t experts_known;            // once per layer: the producer may read which experts are in use
   volatile uint32_t leaving;         // somebody gave up: nobody waits any more
 };
 
@@ -61,7 +62,7 @@ class Ring {
   // By one thread, before the block's first __syncthreads.
   __device__ void init() const {
     for (int i = 0; i < kSlots; ++i) barrier_init(&s_.full[i], 1), barrier_init(&s_.empty[i], 1), s_.issued[i] = 0;
-    barrier_init(&s_.experts_known, 1);
+    barrier_init(&s_.experts_known, kThreads);
     s_.leaving = 0;
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
   }
@@ -107,6 +108,7 @@ class Ring {
       }
   }
 
+  // By all computing threads.
   __device__ void experts_known() const { barrier_arrive(&s_.experts_known); }
   __device__ bool wait_experts_known(uint32_t layer) const {
     while (!barrier_passed(&s_.experts_known, layer & 1u)) {

@@ -7,6 +7,12 @@
 
 namespace muse {
 
+// The quantiser's two steps, one piece of code for both operands.
+inline __device__ __noinline__ uint8_t block_scale(float amax, bool finite, float input_scale) {
+  return activation_scale(amax, finite, input_scale);
+}
+inline __device__ __noinline__ uint32_t code_of(float x, float divisor) { return to_e2m1_sat(x / divisor); }
+
 class RouterSteps : public AttentionSteps {
  public:
   using AttentionSteps::AttentionSteps;
@@ -16,7 +22,9 @@ class RouterSteps : public AttentionSteps {
 #pragma unroll 1
     for (int unit = first_routing_unit(); unit < 2 * rows(); unit += blocks()) {
       sync_block();
-      if (!(unit % 2 ? make_operand(unit / 2) : choose_experts(unit / 2))) return false;
+      if (!(unit % 2 ? run_phase<&RouterSteps::make_operand>(unit / 2)
+                     : run_phase<&RouterSteps::choose_experts>(unit / 2)))
+        return false;
     }
     return true;
   }
@@ -67,8 +75,8 @@ class RouterSteps : public AttentionSteps {
       amax = fmaxf(amax, __shfl_xor_sync(~0u, amax, step));
       finite = __shfl_xor_sync(~0u, finite, step) && finite;
     }
-    const uint8_t sf = activation_scale(amax, finite, input_scale);
-    return {sf, sf == 0 || sf == kNan8 ? 0u : to_e2m1_sat(from_bf16(x) / (from_e4m3(sf) * input_scale))};
+    const uint8_t sf = block_scale(amax, finite, input_scale);
+    return {sf, sf == 0 || sf == kNan8 ? 0u : code_of(from_bf16(x), from_e4m3(sf) * input_scale)};
   }
 
  private:
@@ -82,7 +90,7 @@ class RouterSteps : public AttentionSteps {
       const float bias = __ldg(a_.shared.router_bias + l * experts + e);
       const uint64_t* first =
           slots_from(source, w_.logits, kMaxRows * own * kSegments) + (i * own + e - source * own) * kSegments;
-      const float probability = sigmoid(wait_sum(place_, Phase::kRouter, first, 1, source) * p_.router_multiplier);
+      const float probability = sigmoid_of(wait_sum(place_, Phase::kRouter, first, 1, source) * p_.router_multiplier);
       sh.probability[e] = probability;
       sh.key[e] = sortable(probability + bias);
     }
@@ -102,29 +110,19 @@ class RouterSteps : public AttentionSteps {
     float2* row = region<float2>();
     uint32_t* words = reinterpret_cast<uint32_t*>(row + pairs);  // gains, two by two; then the normed row
     const uint32_t* gains = reinterpret_cast<const uint32_t*>(a_.shared.moe_gains) + l * moe_hidden();
-    constexpr int kWords = 8;
+    const uint64_t* pooled = slots_from(0, w_.pooled, kMaxRows * half) + i * half;
 #pragma unroll 1
-    for (int c0 = thread_index(); c0 < pairs; c0 += kWords * kThreads) {
-      const auto at = [&](int e) { return min(c0 + e * kThreads, pairs - 1); };
-      uint32_t word[kWords] = {}, gain[kWords];
+    for (int c = thread_index(); c < half; c += kThreads) {
 #pragma unroll
-      for (int e = 0; e < kWords; ++e) gain[e] = __ldg(gains + at(e));
-      wait(
-          Phase::kRouter,
-          [&](int e) {
-            const int source = at(e) / half;
-            return slots_from(source, w_.pooled, kMaxRows * half) + i * half + at(e) - source * half;
-          },
-          [&](int e) { return at(e) / half; }, word);
+      for (int e = 0; e < kRanks; ++e) words[e * half + c] = __ldg(gains + e * half + c);
+      uint32_t word[kRanks] = {};
+      wait(Phase::kRouter, [&](int e) { return pooled + e * kMaxRows * half + c; }, [](int e) { return e; }, word);
 #pragma unroll
-      for (int e = 0; e < kWords; ++e) {
-        row[at(e)] = {low_bf16(word[e]), high_bf16(word[e])};
-        words[at(e)] = gain[e];
-      }
+      for (int e = 0; e < kRanks; ++e) row[e * half + c] = {low_bf16(word[e]), high_bf16(word[e])};
     }
     if (!all_alive()) return false;
     const float r =
-        inverse_rms(block_sumsq(moe_hidden(), reinterpret_cast<const float*>(row), s_.partial), moe_hidden(), p_.eps);
+        rms_factor(block_sumsq(moe_hidden(), reinterpret_cast<const float*>(row), s_.partial), moe_hidden(), p_.eps);
     uint16_t* out = mine<uint16_t>(w_.x) + i * expert_row(moe_hidden());
     const bool quantized = p_.kind[l].nvfp4 && p_.quantize_activations;
     const float input_scale = a_.shared.input_scales[2 * l];
@@ -132,7 +130,7 @@ class RouterSteps : public AttentionSteps {
     for (int b = thread_index(); b < moe_hidden() / 16; b += kThreads) {
       float amax = 0.0f;
       bool finite = true;
-#pragma unroll 2
+#pragma unroll 1
       for (int k0 = 0; k0 < 8; ++k0) {
         const int at = 8 * b + (k0 + b) % 8;
         const float2 v = row[at];
@@ -142,20 +140,20 @@ class RouterSteps : public AttentionSteps {
         amax = fmaxf(amax, fmaxf(abs32(from_bf16(x)), abs32(from_bf16(y))));
         finite = finite && bf16_finite(x) && bf16_finite(y);
       }
-      const uint8_t sf = activation_scale(amax, finite, input_scale);
+      const uint8_t sf = block_scale(amax, finite, input_scale);
       const bool zero = sf == 0 || sf == kNan8;
       const float scale = from_e4m3(sf), divisor = scale * input_scale;
-      const auto stands_for = [&](uint32_t two) {  // what the codes and their scale stand for
-        if (!quantized) return two;
-        const uint32_t x = zero ? 0u : to_e2m1_sat(low_bf16(two) / divisor);
-        const uint32_t y = zero ? 0u : to_e2m1_sat(high_bf16(two) / divisor);
-        return pack(code_value(x, scale), code_value(y, scale));
-      };
-      uint16_t* to = operand_block(out, moe_hidden(), b);
+      uint32_t* to = reinterpret_cast<uint32_t*>(operand_block(out, moe_hidden(), b));
 #pragma unroll 1
-      for (int t0 = 0; t0 < 4; ++t0) {
-        const int t = (t0 + b) % 4;
-        *reinterpret_cast<uint2*>(to + t * 8) = uint2{stands_for(words[8 * b + t]), stands_for(words[8 * b + t + 4])};
+      for (int k0 = 0; k0 < 8; ++k0) {
+        const int k = (k0 + b) % 8;
+        uint32_t two = words[8 * b + k];
+        if (quantized) {  // what the codes and their scale stand for
+          const uint32_t x = zero ? 0u : code_of(low_bf16(two), divisor);
+          const uint32_t y = zero ? 0u : code_of(high_bf16(two), divisor);
+          two = pack(code_value(x, scale), code_value(y, scale));
+        }
+        to[k % 4 * 4 + k / 4] = two;
       }
     }
     return true;
@@ -173,7 +171,7 @@ class RouterSteps : public AttentionSteps {
     for (int e = thread_index(); e < experts; e += kThreads) {
       const uint32_t own = sh.key[e];
       int ahead = 0;
-#pragma unroll 2
+#pragma unroll 1
       for (int o = 0; o < experts; o += 4) {  // a multiple of eight
         const uint4 four = *reinterpret_cast<const uint4*>(sh.key + o);
         ahead += (four.x > own || (four.x == own && o < e)) + (four.y > own || (four.y == own && o + 1 < e)) +

@@ -97,9 +97,11 @@ class RowSteps : public DenseSteps {
 #pragma unroll 1
       for (int q = thread_index(); q < owned / 4; q += kThreads) {
         const int column = segment * owned + 4 * q;
-        const float4 s = __ldcg(reinterpret_cast<const float4*>(stream(i) + column)),
-                     a = __ldg(reinterpret_cast<const float4*>(alpha + column)),
-                     b = __ldg(reinterpret_cast<const float4*>(alpha + hidden() + column));
+        // Fetched while we wait; kept in shared memory, because registers are few.
+        float4 *s = x + q, *a = s + owned / 4, *b = a + owned / 4;
+        *s = __ldcg(reinterpret_cast<const float4*>(stream(i) + column));
+        *a = __ldg(reinterpret_cast<const float4*>(alpha + column));
+        *b = __ldg(reinterpret_cast<const float4*>(alpha + hidden() + column));
         const uint64_t* sums = slots_from(0, w_.branch_sums[which], kMaxRows) + i;
         const uint64_t* words = slots_from(segment, w_.branch[which], kMaxRows * (owned / 2)) + i * (owned / 2) + 2 * q;
         uint32_t word[kRanks + 2] = {};
@@ -110,15 +112,15 @@ class RowSteps : public DenseSteps {
         float ss[kRanks];
 #pragma unroll
         for (int r = 0; r < kRanks; ++r) ss[r] = bit_cast<float>(word[r]);
-        const float r = inverse_rms(tree8(ss), hidden(), p_.post_eps);
+        const float r = rms_factor(tree8(ss), hidden(), p_.post_eps);
         const float4 y = branch_value(four({word[kRanks], word[kRanks + 1]}), gain(2) + segment * owned, q, which);
         const auto add = [r](float stream, float alpha, float beta, float y) {
           return canonical(alpha * stream + beta * round_bf16(y * r));
         };
-        const float4 sum = {add(s.x, a.x, b.x, y.x), add(s.y, a.y, b.y, y.y), add(s.z, a.z, b.z, y.z),
-                            add(s.w, a.w, b.w, y.w)};
+        const float4 sum = {add(s->x, a->x, b->x, y.x), add(s->y, a->y, b->y, y.y), add(s->z, a->z, b->z, y.z),
+                            add(s->w, a->w, b->w, y.w)};
         *reinterpret_cast<float4*>(stream(i) + column) = sum;
-        x[q] = sum;
+        *s = sum;
         if (tap_rank && last) *reinterpret_cast<float4*>(a_.results.stream + row * hidden() + column) = sum;
         if (tap_rank && a_.results.tap_residuals)
           *reinterpret_cast<float4*>(a_.results.tap_residuals + tap + column) = sum;
@@ -162,7 +164,7 @@ class RowSteps : public DenseSteps {
 #pragma unroll 1
       for (int c = thread_index(); c < hidden(); c += kThreads) x[c] = from_bf16(row[c]);
       sync_block();
-      const float r = inverse_rms(block_sumsq(hidden(), x, s_.partial), hidden(), p_.eps);
+      const float r = rms_factor(block_sumsq(hidden(), x, s_.partial), hidden(), p_.eps);
 #pragma unroll 1
       for (int c = thread_index(); c < hidden() / 2; c += kThreads) {
         const uint32_t word = pack(to_bf16(x[2 * c] * r), to_bf16(x[2 * c + 1] * r));

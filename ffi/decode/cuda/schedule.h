@@ -19,83 +19,111 @@ MUSE_FN Range part(int32_t total, uint32_t index, uint32_t size) {
           static_cast<int32_t>(static_cast<uint32_t>(total) * (index + 1) / size)};
 }
 
-// A bf16 GEMM. Tasks are ordered by segment, then row group, so that a block needs few segments of the operand.
+// Quotients by a number that stays: 32-bit division is long code. Exact while n times the divisor is below 2^32.
+struct Divisor {
+  int32_t value;
+  uint32_t inverse;  // 2^32 / value, rounded up; of 1 it would not fit
+  MUSE_FN int32_t quotient(int32_t n) const {
+    const uint64_t product = static_cast<uint64_t>(static_cast<uint32_t>(n)) * inverse;
+    return value == 1 ? n : static_cast<int32_t>(product >> 32);
+  }
+};
+MUSE_FN Divisor divisor(int64_t value) {
+  return {static_cast<int32_t>(value), static_cast<uint32_t>(((uint64_t{1} << 32) + value - 1) / value)};
+}
+
+// The K segments that a block's run of column-parallel tasks touches, whatever the number of row groups.
+MUSE_FN Range touched_segments(int32_t segments, int32_t index, int32_t size) {
+  return {segments * index / size, (segments * (index + 1) + size - 1) / size};
+}
+
+// A bf16 GEMM of all layers. Tasks are ordered by segment, then row group, so that a block needs few segments of the
+// operand.
 struct DenseJob {
-  const uint16_t* tiles;
+  const uint16_t* tiles;             // of the rank, layer 0
   int32_t groups, segments, blocks;  // 16-row groups; K segments; 16-blocks of K in a segment
+
+  Divisor by_groups;
 
   MUSE_FN int32_t tasks() const { return groups * segments; }
   MUSE_FN int32_t chunks() const { return (blocks + kSlotTiles - 1) / kSlotTiles; }
   MUSE_FN int32_t chunk_tiles(int32_t c) const {
     return blocks - c * kSlotTiles < kSlotTiles ? blocks - c * kSlotTiles : kSlotTiles;
   }
-  MUSE_FN const uint16_t* chunk(int32_t group, int32_t segment, int32_t c) const {
-    return tiles + ((int64_t{group} * segments + segment) * blocks + c * kSlotTiles) * kTile;
+  // Tiles are counted in 32 bits (prepare_layers): 64-bit products are long code.
+  MUSE_FN const uint16_t* chunk(int32_t layer, int32_t group, int32_t segment, int32_t c) const {
+    const int32_t tile = ((layer * groups + group) * segments + segment) * blocks + c * kSlotTiles;
+    return tiles + int64_t{tile} * kTile;
   }
 };
 
 MUSE_FN DenseJob column_parallel_job(const uint16_t* tiles, int64_t rows, int64_t k) {
-  return {tiles, static_cast<int32_t>(rows / 16), kSegments, static_cast<int32_t>(k / kSegments / 16)};
+  return {tiles, static_cast<int32_t>(rows / 16), kSegments, static_cast<int32_t>(k / kSegments / 16),
+          divisor(rows / 16)};
 }
 MUSE_FN DenseJob row_parallel_job(const uint16_t* tiles, int64_t rows, int64_t k) {
-  return {tiles, static_cast<int32_t>(rows / 16), 1, static_cast<int32_t>(k / 16)};
+  return {tiles, static_cast<int32_t>(rows / 16), 1, static_cast<int32_t>(k / 16), divisor(rows / 16)};
 }
 
-MUSE_FN DenseJob qkvu_job(const Plan& p, const RankPointers& w, int64_t l) {
-  return column_parallel_job(w.qkvu + p.qkvu(l), p.qkvu_rows(), p.hidden);
-}
-MUSE_FN DenseJob o_job(const Plan& p, const RankPointers& w, int64_t l) {
-  return row_parallel_job(w.o + p.o(l), p.hidden, p.q_columns());
-}
-MUSE_FN DenseJob pre_expert_job(const Plan& p, const RankPointers& w, int64_t l) {
-  return column_parallel_job(w.pre_expert + p.pre_expert(l), p.moe_columns(), p.hidden);
-}
-MUSE_FN DenseJob post_expert_job(const Plan& p, const RankPointers& w, int64_t l) {
-  return row_parallel_job(w.post_expert + p.post_expert(l), p.hidden, p.moe_columns());
+// The dense GEMMs of a layer, in their order.
+enum class Gemm : uint32_t { kQkvu, kOutput, kPreExpert, kPostExpert };
+
+MUSE_FN DenseJob dense_job(const Plan& p, const RankPointers& w, Gemm which) {
+  return which == Gemm::kQkvu        ? column_parallel_job(w.qkvu, p.qkvu_rows(), p.hidden)
+         : which == Gemm::kOutput    ? row_parallel_job(w.o, p.hidden, p.q_columns())
+         : which == Gemm::kPreExpert ? column_parallel_job(w.pre_expert, p.moe_columns(), p.hidden)
+                                     : row_parallel_job(w.post_expert, p.hidden, p.moe_columns());
 }
 
-// One GEMM of the experts in use. A unit is two row groups of 16: for the first GEMM a gate and an up group, so that
-// SwiGLU stays in the block; for the second two neighbours, or one where their number is odd. A warp takes a segment of
-// both side by side.
+// One GEMM of the experts of all layers of one format. A unit is two row groups of 16: for the first GEMM a gate and an
+// up group, so that SwiGLU stays in the block; for the second two neighbours, or one where their number is odd. A warp
+// takes a segment of both side by side.
 struct ExpertJob {
-  const unsigned char* weights;  // expert 0
-  int64_t expert_bytes;
-  int32_t groups;         // units of an expert
-  int32_t unit_groups;    // row groups of a unit: 2 or 1
-  int32_t segment_bytes;  // of a row group
-  int32_t chunk_bytes;    // at most kSlotBytes
-  int32_t k_blocks;       // 16-blocks of K in a segment, padded for NVFP4
+  const unsigned char* weights;  // of the rank, the format's first layer, expert 0
+  int32_t groups;                // units of an expert
+  int32_t unit_groups;           // row groups of a unit: 2 or 1
+  int32_t segment_bytes;         // of a row group
+  int32_t chunk_bytes;           // at most kSlotBytes
+  int32_t k_blocks;              // 16-blocks of K in a segment, padded for NVFP4
+  Divisor by_groups;
 
   MUSE_FN int32_t chunks() const { return (segment_bytes + chunk_bytes - 1) / chunk_bytes; }
   MUSE_FN int32_t bytes(int32_t c) const {
     return segment_bytes - c * chunk_bytes < chunk_bytes ? segment_bytes - c * chunk_bytes : chunk_bytes;
   }
-  // Row group `group` of an expert, segment 0.
-  MUSE_FN const unsigned char* group(int32_t expert, int32_t group) const {
-    return weights + expert * expert_bytes + int64_t{group} * kSegments * segment_bytes;
+  // Segment 0 of the first row group of unit `unit` of an expert, which is counted through the format's layers.
+  MUSE_FN const unsigned char* unit(int32_t expert, int32_t unit) const {
+    return weights + int64_t{(expert * groups + unit) * unit_groups} * (kSegments * segment_bytes);
   }
 };
 
-MUSE_FN ExpertJob expert_job(const Plan& p, const RankPointers& w, int64_t l, bool second) {
+MUSE_FN ExpertJob expert_job(const Plan& p, const RankPointers& w, bool nvfp4, bool second) {
   ExpertJob job{};
   const int64_t k = second ? p.moe_inner : p.moe_hidden, blocks = k / kSegments / 16;
   const int32_t rows = static_cast<int32_t>(second ? p.moe_columns() : 2 * p.inner_columns());
   job.unit_groups = rows % 32 ? 1 : 2;
   job.groups = rows / 16 / job.unit_groups;
-  if (p.kind[l].nvfp4) {
-    job.weights = second ? w.w2_fp4 + p.w2_fp4(l, 0, 0) : w.w13_fp4 + p.w13_fp4(l, 0, 0);
+  job.by_groups = divisor(job.groups);
+  if (nvfp4) {
+    job.weights = second ? w.w2_fp4 : w.w13_fp4;
     job.segment_bytes = static_cast<int32_t>(p.panels(k) * kPanelBytes);
     job.chunk_bytes = kSlotBytes;
     job.k_blocks = static_cast<int32_t>(p.panels(k) * kPanelBlocks);
   } else {
-    const uint16_t* tiles = second ? w.w2_bf16 + p.w2_tile(l, 0) * kTile : w.w13_bf16 + p.w13_tile(l, 0) * kTile;
-    job.weights = reinterpret_cast<const unsigned char*>(tiles);
+    job.weights = reinterpret_cast<const unsigned char*>(second ? w.w2_bf16 : w.w13_bf16);
     job.segment_bytes = static_cast<int32_t>(blocks * kTile * 2);
     job.chunk_bytes = kSlotTiles * kTile * 2;
     job.k_blocks = static_cast<int32_t>(blocks);
   }
-  job.expert_bytes = int64_t{job.groups} * job.unit_groups * kSegments * job.segment_bytes;
   return job;
 }
+
+// All GEMMs of a rank, worked out once, and a block's parts of the dense ones.
+struct Jobs {
+  DenseJob dense[4];
+  Range tasks[4];           // of the block
+  Range segments[4];        // of the operand, that these touch
+  ExpertJob experts[2][2];  // [NVFP4][second]
+};
 
 }  // namespace muse

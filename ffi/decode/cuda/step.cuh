@@ -10,13 +10,11 @@
 #include "ffi/decode/cuda/norms.cuh"
 #include "ffi/decode/cuda/ring.cuh"
 #include "ffi/decode/cuda/rows.cuh"
+#include "ffi/decode/cuda/schedule.h"
 #include "ffi/decode/cuda/sync.cuh"
 #include "ffi/decode/cuda/unit_queue.cuh"
 
 namespace muse {
-
-// The dense GEMMs of a layer, in their order.
-enum class Gemm : uint32_t { kQkvu, kOutput, kPreExpert, kPostExpert };
 
 // A block's shared memory. What stays the same for the whole launch is here too: registers are for the tensor cores.
 struct BlockShared {
@@ -24,6 +22,7 @@ struct BlockShared {
   UnitQueueShared units;
   StepArgs args;
   Place place;
+  Jobs jobs;
   DeviceRows rows;
   AttentionSchedule attention;
   float partial[kSegments];
@@ -33,6 +32,7 @@ struct BlockShared {
   int16_t expert[kMaxPairs];
   int16_t first[kMaxPairs + 1];
   int32_t slices;
+  Range expert_units[2];  // of the block, in the two GEMMs
   // Which GEMM is next, dense and of the experts. Phases are told here: arguments that a phase keeps for later would be
   // spilled (layers.cu).
   Gemm gemm;
@@ -138,7 +138,7 @@ class StepBase {
     const uint32_t epoch = place_.epoch;
     const int own = a_.loopback ? 0 : me(), step = a_.loopback ? per_source : 0;
     const int64_t at = offset + int64_t{own * per_source + word} * 8;
-#pragma unroll
+#pragma unroll 1  // short code: it mostly runs once, out of a cold instruction cache
     for (int r = 0; r < kRanks; ++r)
       store_slot(reinterpret_cast<uint64_t*>(a_.workspace[r] + at) + r * step, data, epoch);
   }

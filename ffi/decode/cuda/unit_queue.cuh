@@ -19,13 +19,13 @@ class UnitQueue {
   // By one thread, before the block's first __syncthreads.
   __device__ void init() const {
     for (int i = 0; i < kUnits; ++i) barrier_init(&s_.full[i], kThreads), barrier_init(&s_.empty[i], 32);
-    barrier_init(&s_.begun, 1);
+    barrier_init(&s_.begun, kThreads);
     barrier_init(&s_.ended, 32 * kFinishers);
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
   }
 
   // Computing warps. `second`: of a layer's two GEMMs, which is also the parity.
-  __device__ void begin() const { barrier_arrive(&s_.begun); }  // one thread
+  __device__ void begin() const { barrier_arrive(&s_.begun); }
   __device__ __forceinline__ void wait_place(uint32_t unit) const {
     const uint32_t use = unit >> kUnitsLog2;
     if (use > 0) pass(&s_.empty[unit % kUnits], (use - 1) & 1u);
