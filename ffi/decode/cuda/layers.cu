@@ -100,25 +100,19 @@ class Step : public ExpertSteps {
 // block brings its part into L2.
 __device__ __noinline__ void prefetch_small(const StepArgs& a, const Place& place, int l) {
   const Plan& p = a.plan;
-  const int h = static_cast<int>(p.hidden), m = static_cast<int>(p.moe_hidden),
-            own = static_cast<int>(p.experts_rank());
-  const int length = h / kSegments;
-  const Range router = part(own * kSegments, place.index, place.size);
-  const float* first = a.rank[place.rank].router + p.router(l);
-  Producer::prefetch(
-      router.end - router.begin,
-      [&](int i) {
-        const int segment = (router.begin + i) / own, e = router.begin + i - segment * own;
-        return first + e * h + segment * length;
-      },
-      length * 4);
+  const int h = static_cast<int>(p.hidden), m = static_cast<int>(p.moe_hidden);
   constexpr int kPiece = 2048;
 #pragma unroll 1
-  for (int which = 0; which < 3; ++which) {
-    const void* data = which == 0   ? static_cast<const void*>(a.shared.gates + 4 * l * h)
-                       : which == 1 ? a.shared.hidden_gains + 3 * l * h
+  for (int which = 0; which < 4; ++which) {
+    const void* data = which == 0   ? static_cast<const void*>(a.rank[place.rank].router + p.router(l))
+                       : which == 1 ? static_cast<const void*>(a.shared.gates + 4 * l * h)
+                       : which == 2 ? a.shared.hidden_gains + 3 * l * h
                                     : a.shared.moe_gains + 2 * l * m;
-    const Range pieces = part((which == 0 ? 16 * h : which == 1 ? 6 * h : 4 * m) / kPiece, place.index, place.size);
+    const int bytes = which == 0   ? 4 * h * static_cast<int>(p.experts_rank())
+                      : which == 1 ? 16 * h
+                      : which == 2 ? 6 * h
+                                   : 4 * m;
+    const Range pieces = part(bytes / kPiece, place.index, place.size);
     Producer::prefetch(
         pieces.end - pieces.begin,
         [&](int i) { return static_cast<const unsigned char*>(data) + (pieces.begin + i) * kPiece; }, kPiece);

@@ -36,19 +36,20 @@ class OperandSteps : public DenseBase {
     const float* from = stream(i0 + walk.source) + segments.begin * length;
     const uint16_t* gains = gain(attention ? 0 : 1) + segments.begin * length;
     uint32_t* to = operand_words(walk.row);
+    constexpr int kQuads = 4;  // loads of a thread in flight
 #pragma unroll 1
-    for (int first = walk.first; walk.any(first); first += kAtOnce * walk.step) {
-      float4 s[kAtOnce];
-      uint2 g[kAtOnce];
+    for (int first = walk.first; walk.any(first); first += kQuads * walk.step) {
+      float4 s[kQuads];
+      uint2 g[kQuads];
 #pragma unroll
-      for (int e = 0; e < kAtOnce; ++e) {
+      for (int e = 0; e < kQuads; ++e) {
         const int c = 4 * walk.group(first + e * walk.step);
         s[e] = __ldcg(reinterpret_cast<const float4*>(from + c));
         g[e] = __ldcg(reinterpret_cast<const uint2*>(gains + c));
       }
       __syncwarp();  // the compiler would move each load to its use
 #pragma unroll
-      for (int e = 0; e < kAtOnce; ++e) {
+      for (int e = 0; e < kQuads; ++e) {
         const int group = first + e * walk.step;
         if (group >= walk.groups) break;
         const float4 n = four(g[e]);
@@ -69,13 +70,9 @@ class OperandSteps : public DenseBase {
 #pragma unroll 1
     for (int c = thread_index(); c < words; c += kThreads)
 #pragma unroll 1
-      for (int row = 0; row < count; row += kAtOnce) {
-        uint32_t word[kAtOnce] = {};
-        wait(
-            Phase::kCombine, [&](int e) { return slots + min(row + e, count - 1) * words + c; },
-            [&](int) { return me(); }, word, kBarrierGrace);
-#pragma unroll
-        for (int e = 0; e < kAtOnce; ++e) operand_words(row + e)[word_of(2 * c)] = word[e];
+      for (int row = 0; row < count; row += kSegments) {
+        wait_words(place_, Phase::kCombine, slots + row * words + c, words, count - row, me(),
+                   operand_words(row) + word_of(2 * c), column_tile_at(1, 0, 0) / 2, kBarrierGrace);
       }
     return all_alive();
   }

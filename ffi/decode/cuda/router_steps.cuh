@@ -101,28 +101,41 @@ class RouterSteps : public AttentionSteps {
     return true;
   }
 
-  // The pooled row, normed, as expert operand, a 16-block per thread. Two loops over a block's words, not one long
-  // piece of code: it runs once per layer, out of a cold instruction cache. Threads start at different words, for the
-  // banks' sake.
+  // The pooled row, normed, as expert operand.
   __device__ bool make_operand(int i) {
-    const int l = layer();
-    const int pairs = moe_hidden() / 2, half = static_cast<int>(p_.moe_columns()) / 2;
+    fetch_pooled(i);
+    if (!all_alive()) return false;
+    const float sum = block_sumsq(moe_hidden(), region<float>(), s_.partial);
+    run_phase<&RouterSteps::write_operand>(i, rms_factor(sum, moe_hidden(), p_.eps));
+    return true;
+  }
+
+  // Pairs of columns -> the region: as floats; behind them their gains, for which the normed row will stand.
+  __device__ void fetch_pooled(int i) {
+    const int half = static_cast<int>(p_.moe_columns()) / 2, pairs = kRanks * half;
     float2* row = region<float2>();
-    uint32_t* words = reinterpret_cast<uint32_t*>(row + pairs);  // gains, two by two; then the normed row
-    const uint32_t* gains = reinterpret_cast<const uint32_t*>(a_.shared.moe_gains) + l * moe_hidden();
+    uint32_t *two = region<uint32_t>(), *words = two + 2 * pairs;
+    const uint4* gains = reinterpret_cast<const uint4*>(a_.shared.moe_gains + 2 * layer() * moe_hidden());
+#pragma unroll 1
+    for (int c = thread_index(); c < moe_hidden() / 8; c += kThreads)
+      asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared_address(words) + 16 * c), "l"(gains + c)
+                   : "memory");
     const uint64_t* pooled = slots_from(0, w_.pooled, kMaxRows * half) + i * half;
 #pragma unroll 1
     for (int c = thread_index(); c < half; c += kThreads) {
-#pragma unroll
-      for (int e = 0; e < kRanks; ++e) words[e * half + c] = __ldg(gains + e * half + c);
-      uint32_t word[kRanks] = {};
-      wait(Phase::kRouter, [&](int e) { return pooled + e * kMaxRows * half + c; }, [](int e) { return e; }, word);
-#pragma unroll
-      for (int e = 0; e < kRanks; ++e) row[e * half + c] = {low_bf16(word[e]), high_bf16(word[e])};
+      wait_words(place_, Phase::kRouter, pooled + c, kMaxRows * half, kRanks, -1, two + 2 * c, 2 * half);
+#pragma unroll 1
+      for (int at = c; at < pairs; at += half) row[at] = {low_bf16(two[2 * at]), high_bf16(two[2 * at])};
     }
-    if (!all_alive()) return false;
-    const float r =
-        rms_factor(block_sumsq(moe_hidden(), reinterpret_cast<const float*>(row), s_.partial), moe_hidden(), p_.eps);
+    asm volatile("cp.async.wait_all;" ::: "memory");
+  }
+
+  // A 16-block per thread. Two loops over a block's words, not one long piece of code: it runs once per layer, out of a
+  // cold instruction cache. Threads start at different words, for the banks' sake.
+  __device__ void write_operand(int i, float r) {
+    const int l = layer();
+    const float2* row = region<float2>();
+    uint32_t* words = region<uint32_t>() + moe_hidden();
     uint16_t* out = mine<uint16_t>(w_.x) + i * expert_row(moe_hidden());
     const bool quantized = p_.kind[l].nvfp4 && p_.quantize_activations;
     const float input_scale = a_.shared.input_scales[2 * l];
@@ -156,7 +169,6 @@ class RouterSteps : public AttentionSteps {
         to[k % 4 * 4 + k / 4] = two;
       }
     }
-    return true;
   }
 
   // Keys as unsigned numbers of the same order; NaN below all others.

@@ -107,6 +107,26 @@ inline __device__ __noinline__ float wait_sum(Place& place, Phase phase, const u
   return tree8(s);
 }
 
+// The data of eight slots, `stride` words apart, to shared memory, all loads in flight together; from slot n on, the
+// last one's again. As above.
+inline __device__ __noinline__ void wait_words(Place& place, Phase phase, const uint64_t* slot, int stride, int n,
+                                               int source, uint32_t* to, int to_stride, uint64_t grace = 0) {
+  const uint32_t epoch = place.epoch;
+  for (uint32_t spins = 1; !place.gave_up; ++spins) {
+    uint64_t word[kSegments];
+#pragma unroll
+    for (int r = 0; r < kSegments; ++r) word[r] = load_slot(slot + min(r, n - 1) * stride);
+    int missing = -1;
+#pragma unroll
+    for (int r = 0; r < kSegments; ++r) {
+      to[r * to_stride] = static_cast<uint32_t>(word[r]);
+      if (static_cast<uint32_t>(word[r] >> 32) != epoch) missing = r;
+    }
+    if (missing < 0) break;
+    if (spins % 64 == 0 && should_leave(place, phase, source < 0 ? missing : source, grace)) place.gave_up = 1;
+  }
+}
+
 // All blocks of the rank; what they wrote before is visible after. False: somebody gave up, leave the kernel.
 inline __device__ __noinline__ bool rank_barrier(Place& place, Phase phase) {
   sync_block();
