@@ -1,6 +1,7 @@
 // The fused decode step on a GPU: one launch for all layers. The blocks of a device are shared out among its ranks; a
-// rank's blocks meet at barriers, ranks meet through slots (sync.cuh); in every block one warp streams weights and the
-// others compute. The arithmetic is ffi/decode/cpu/layers.cc's, bit for bit.
+// rank's blocks meet at barriers, ranks meet through slots (sync.cuh); in every block one warp streams weights, three
+// finish what the experts' chains made, and the others compute. The arithmetic is ffi/decode/cpu/layers.cc's, bit for
+// bit.
 #include <algorithm>
 
 #include "ffi/decode/cuda/expert_steps.cuh"
