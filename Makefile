@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 SOURCES := $(shell find ffi -type f) CMakeLists.txt pyproject.toml
 
-.PHONY: demo test lint test-gpu gpu-suite test-matrix cuda-archs clean
+.PHONY: demo test lint docs test-gpu gpu-suite test-matrix cuda-archs clean
 .DELETE_ON_ERROR:
 
 # Editable: Python files are used as they are, and these stamps rebuild the C++ when it changes. The second brings what tests
@@ -16,7 +16,7 @@ $(VENV)/installed: $(SOURCES)
 	touch $@
 
 $(VENV)/tools: $(SOURCES)
-	$(INSTALL) --editable ".[test,lint,plot]"
+	$(INSTALL) --editable ".[test,lint,plot,docs]"
 	touch $(VENV)/installed $@
 
 # Made by whichever of the two installations is there.
@@ -26,6 +26,9 @@ checkpoints/tiny/config.json: checkpoints/make_tiny.py
 demo: $(VENV)/installed
 	$(MAKE) --no-print-directory checkpoints/tiny/config.json
 	$(BIN)/muse-jax generate checkpoints/tiny --max-new-tokens 32 --check
+
+docs: $(VENV)/tools
+	$(BIN)/mkdocs build --quiet
 
 lint: $(VENV)/tools
 	$(BIN)/ruff check .
