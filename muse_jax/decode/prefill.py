@@ -43,7 +43,7 @@ def prefill(
     prompts: Sequence[Sequence[int]],
     *,
     chunk: int = MAX_ROWS,
-    on_chunk: Callable[[int, Taps, StepOutput], None] | None = None,
+    on_chunk: Callable[[int, Taps, Callable[[], StepOutput]], None] | None = None,
 ) -> tuple[StepOutput, DecodeState]:
     """Append prompts to the sequences of a state.
 
@@ -54,7 +54,8 @@ def prefill(
         state: caches; consumed (its buffers are donated). A prompt continues its sequence at the committed length.
         prompts: one list of token ids per sequence; an empty one leaves its sequence alone.
         chunk: rows per step, 1 to 64.
-        on_chunk: called after each chunk with the number of its rows, their taps and their output.
+        on_chunk: called after each chunk with the number of its rows, their taps, and a function that works out the
+            output of all rows, to be called there and then; the prefill itself only needs the prompts' last rows.
 
     Returns:
         (output after each prompt's last token, one row per sequence, state). Sequences with an empty prompt have zero
@@ -75,13 +76,15 @@ def prefill(
         tokens, sequences, positions = (list(column) for column in zip(*part, strict=True))
         step_rows = chain_rows(tokens, sequences, positions, size)
         stream, state, taps = _layers(weights, state, step_rows, on_chunk is not None)
+        if on_chunk is not None and taps is not None:
+            on_chunk(len(part), taps, functools.partial(_head, weights, state, step_rows, stream))
         done = [(row, b) for row, (_, b, position) in enumerate(part) if position == last[b]]
-        if done or on_chunk is not None:
-            rows_output = _head(weights, state, step_rows, stream)
-            if on_chunk is not None and taps is not None:
-                on_chunk(len(part), taps, rows_output)
-            if done:
-                output = _place(output, rows_output, *(np.array(column) for column in zip(*done, strict=True)))
+        if done:
+            row, sequence = (np.array(column) for column in zip(*done, strict=True))
+            active = np.full(size, -1, np.int32)
+            active[row] = sequence
+            last_rows = dataclasses.replace(step_rows, sequence=active)
+            output = _place(output, _head(weights, state, last_rows, stream), row, sequence)
         jax.block_until_ready(state.epoch)  # on the CPU, jaxlib before 0.12 hangs with many in flight
     weights.communicator.check()
     return output, state
