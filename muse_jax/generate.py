@@ -6,7 +6,6 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from muse_jax.decode import MAX_ROWS, as_prompts, init_state, prefill
@@ -15,6 +14,7 @@ from muse_jax.generation import Acceptance, Chunk, Generation
 from muse_jax.guarantee import guarantee
 from muse_jax.kept import FINISH_REASONS, STOP_STRING, VALUES
 from muse_jax.loop import advance, begin
+from muse_jax.mesh import own_mesh, replicated
 from muse_jax.sampling import MAX_LOGPROBS, Sampling, as_choice, is_whole
 from muse_jax.speculative import Draft, NoDraft, prefill_both
 
@@ -123,25 +123,26 @@ class GenerationStream(Iterator[Chunk]):
                 f"(a step has {MAX_ROWS} rows)"
             )
         self._model, self._every, self._width = model, every, None if draft is None else width
-        self._choice = as_choice(sampling, keys, batch=batch, vocab=model.config.vocab_size)
+        choice = as_choice(sampling, keys, batch=batch, vocab=model.config.vocab_size)
         padding = (-1,) * (-len(stops) % STOPS if stops else STOPS)
-        self._stops = jnp.asarray(stops + padding, jnp.int32)
+        given = choice, np.array(stops + padding, np.int32)
+        self._choice, self._stops = jax.device_put(given, replicated(model.mesh))
 
         # Trees at the end of a text reach beyond it, as far as there are positions.
         longest = max(map(len, prompts)) + max_new_tokens
         capacity = min(longest + width - 1, model.config.max_position_embeddings)
-        state = init_state(model.config, model.mesh, batch=batch, capacity=capacity)
-        if draft is None:
-            self._draft, self._carry = NoDraft(), ()
-            first, self._state = prefill(model.weights, state, prompts)
-        else:
-            self._draft = draft
-            first, self._state, self._carry = prefill_both(model.weights, state, prompts, draft)
-        self._kept = begin(
-            model.weights, self._state.lengths, first, self._stops, self._choice,
-            np.int32(max_new_tokens), space=-(-max_new_tokens // SPACE) * SPACE, logprobs=logprobs,
-            drafted=draft is not None,
-        )  # fmt: skip
+        space = -(-max_new_tokens // SPACE) * SPACE
+        self._draft = NoDraft() if draft is None else draft
+        with own_mesh(model.mesh):
+            state = init_state(model.config, model.mesh, batch=batch, capacity=capacity)
+            if draft is None:
+                (first, self._state), self._carry = prefill(model.weights, state, prompts), ()
+            else:
+                first, self._state, self._carry = prefill_both(model.weights, state, prompts, draft)
+            self._kept = begin(
+                model.weights, self._state.lengths, first, self._stops, self._choice, np.int32(max_new_tokens),
+                space=space, logprobs=logprobs, drafted=draft is not None,
+            )  # fmt: skip
 
         tokenizer = model.tokenizer
         self._decoders = None if tokenizer is None else [Detokenizer(tokenizer, stop_strings) for _ in prompts]
@@ -182,9 +183,10 @@ class GenerationStream(Iterator[Chunk]):
     def _advance(self) -> None:
         """So many steps, fewer if all sequences end before."""
         until = np.int32(self._seen.steps + self._every)
-        self._kept, self._state, self._carry = advance(
-            self._model.weights, self._state, self._kept, self._stops, self._choice, self._draft, self._carry, until
-        )
+        with own_mesh(self._model.mesh):
+            self._kept, self._state, self._carry = advance(
+                self._model.weights, self._state, self._kept, self._stops, self._choice, self._draft, self._carry, until
+            )
         self._look()
 
     def _look(self) -> None:

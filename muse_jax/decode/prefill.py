@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.core import Tracer
 from jax.sharding import NamedSharding, PartitionSpec
 
 from muse_jax.config import MuseSparkConfig
@@ -16,15 +17,16 @@ from muse_jax.decode.rows import MAX_ROWS, chain_rows
 from muse_jax.decode.state import DecodeState
 from muse_jax.decode.step import StepOutput, Taps, check_state, run_head, run_layers
 from muse_jax.decode.weights import DecodeWeights
-from muse_jax.mesh import AXIS, RANKS
+from muse_jax.mesh import AXIS, RANKS, in_own_mesh
 
 
 def as_prompts(prompts: Any) -> list[list[int]]:
     """One prompt (token ids) or several -> a list of prompts; lists, NumPy and JAX arrays all do.
 
     Raises:
-        TypeError: neither, or ids that are not whole numbers.
+        TypeError: neither, or ids that are not whole numbers or only known while a program runs.
     """
+    refuse_tracing(prompts)
     try:
         rows = [np.asarray(prompts)] if np.ndim(prompts[0]) == 0 else [np.asarray(p) for p in prompts]
     except (TypeError, IndexError, ValueError):
@@ -37,6 +39,16 @@ def as_prompts(prompts: Any) -> list[list[int]]:
     return [[int(token) for token in row] for row in rows]
 
 
+def refuse_tracing(values: Any) -> None:
+    """Raise TypeError if a value is only known inside a program."""
+    if any(isinstance(value, Tracer) for value in jax.tree.leaves(values)):
+        raise TypeError(
+            "prefill, generate and stream read values on the host and cannot be called inside jit, scan or vmap; call "
+            "them outside, and muse_jax.decode.decode_step (or run_layers and run_head) inside"
+        )
+
+
+@in_own_mesh
 def prefill(
     weights: DecodeWeights,
     state: DecodeState,
@@ -65,6 +77,7 @@ def prefill(
         ValueError: wrong number of prompts, ids out of range, capacity exceeded, chunk out of range.
     """
     check_state(weights, state)
+    refuse_tracing((weights, state))
     _check(weights.config, state, prompts, chunk)
     lengths = np.asarray(state.lengths)
     rows = [(t, b, lengths[b] + i) for b, prompt in enumerate(prompts) for i, t in enumerate(prompt)]
@@ -136,6 +149,7 @@ def prefill_whole(
     Returns:
         As `prefill`.
     """
+    refuse_tracing(state)
     _check(config, state, prompts)
     if np.asarray(state.lengths).any() or not all(map(len, prompts)):
         raise ValueError("prefill_whole needs an empty state and a non-empty prompt for every sequence; use prefill")
