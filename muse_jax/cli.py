@@ -118,9 +118,13 @@ def _calls_per_step(model: LanguageModel) -> str:
 
 
 def _speculation(result: Generation) -> dict[str, str]:
-    if result.tokens_per_step is None:
+    if result.acceptance is None or result.tokens_per_step is None:
         return {}
-    return {"steps": f"{result.steps} after the prompt, {result.tokens_per_step:.2f} tokens each"}
+    shares = " ".join(f"{share:.2f}" for share in result.acceptance.by_position)
+    return {
+        "steps": f"{result.steps} after the prompt, {result.tokens_per_step:.2f} tokens each",
+        "accepted": f"{shares} (share of the steps, by place behind the newest token)",
+    }
 
 
 @app.command()

@@ -180,8 +180,9 @@ def test_generate_with_a_draft(checkpoint, tmp_path):
         return muse("generate", checkpoint, "--max-new-tokens", 12, *options)
 
     plain, drafted = text(), text("--draft", folder, "--draft-width", 5)
-    facts = [line for line in drafted.splitlines() if not line.startswith("steps ")]
+    facts = [line for line in drafted.splitlines() if not line.startswith(("steps ", "accepted "))]
     assert facts == plain.splitlines() and "tokens each" in drafted
+    assert re.search(r"accepted +(\d\.\d\d ){4}\(share of the steps", drafted)
     compared = muse("parity", checkpoint, "--steps", 12, "--draft", folder, "--draft-width", 5)
     assert re.search(r"differing bytes: 0 of [\d,]+ compared with plain decoding \(38 positions\)", compared)
     assert re.search(r"tokens +│ 152 +│ 0", compared)

@@ -275,6 +275,32 @@ def test_greedy_text_is_the_plain_one(model, plain, right, width, shape):
     assert len(made.acceptance.histogram) == width + 1
 
 
+@pytest.mark.parametrize("prompts", [PROMPTS, PROMPTS[1:2]], ids=len)
+def test_what_each_step_brought(model, plain, prompts):
+    """Every sequence has its own acceptance: a chain is right up to where the script has an error."""
+    texts = [plain.tokens[PROMPTS.index(p)] for p in prompts]
+    begin, width = [len(p) for p in prompts], 16
+    known = np.array(script(prompts, texts))
+    errors = [set(range(begin[b] + 4 + 3 * b, begin[b] + 60, 5 + 6 * b)) for b in range(len(prompts))]
+    for row, wrong in zip(known, errors, strict=True):
+        row[sorted(wrong)] = (row[sorted(wrong)] + 1) % 64
+    draft = Scripted(jnp.asarray(known), 1.0, width, CHAIN)
+    made = generate(model, prompts, max_new_tokens=60, stop_ids=(), logprobs=2, draft=draft)
+    assert made.tokens == texts
+    got = made.acceptance
+    for b, steps in enumerate(got.accepted):
+        position = begin[b]
+        for count in steps[:-1]:  # the last reaches beyond the script
+            assert count == next((n for n in range(1, width) if position + n in errors[b]), width)
+            position += count
+        assert position < begin[b] + 59 <= position + steps[-1]
+    counts = np.concatenate(got.accepted).tolist()
+    assert made.steps == max(map(len, got.accepted)) and len({*map(len, got.accepted)}) == min(3, len(prompts))
+    assert made.tokens_per_step == 59 * len(prompts) / len(counts)
+    assert got.histogram.tolist() == [counts.count(n) for n in range(width + 1)]
+    assert got.by_position.tolist() == [sum(n > d for n in counts) / len(counts) for d in range(1, width)]
+
+
 @pytest.mark.parametrize("seed", range(2))
 def test_sampled_text_is_the_plain_one(model, seed):
     """The same keys give the same text, with and without a draft, whatever the options."""
