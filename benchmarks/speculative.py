@@ -104,7 +104,8 @@ def run(cases: int, tokens: int) -> dict[str, Any]:
         tokens_off, bytes_off = differing(drafted, plain)
         wrong_tokens, wrong_bytes = wrong_tokens + tokens_off, wrong_bytes + bytes_off
         total += sum(map(len, plain.tokens))
-        accepted[kind] += np.asarray(drafted.accepted)
+        assert drafted.acceptance is not None
+        accepted[kind] += drafted.acceptance.histogram
     drafts = [
         {"right": right, "nodes": width, "trees": "random" if branches else "chains",
          "tokens_per_step": float(np.arange(width + 1) @ counts / max(counts.sum(), 1))}

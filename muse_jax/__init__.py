@@ -2,7 +2,8 @@
 
 from muse_jax.config import MuseSparkConfig
 from muse_jax.errors import CheckpointError, ConfigError
-from muse_jax.generate import Generation, generate
+from muse_jax.generate import GenerationStream, generate, stream
+from muse_jax.generation import Acceptance, Chunk, Generation
 from muse_jax.guarantee import guarantee
 from muse_jax.inspection import Inspection, inspect_checkpoint
 from muse_jax.language_model import LanguageModel, load
@@ -14,9 +15,12 @@ from muse_jax.speculative.dflash_weights import load_draft, random_draft
 __version__ = "0.1.0"
 
 __all__ = [
+    "Acceptance",
     "CheckpointError",
+    "Chunk",
     "ConfigError",
     "Generation",
+    "GenerationStream",
     "Inspection",
     "LanguageModel",
     "MuseSparkConfig",
@@ -30,4 +34,5 @@ __all__ = [
     "make_mesh",
     "parity",
     "random_draft",
+    "stream",
 ]

@@ -14,8 +14,8 @@ from tokenizers import Tokenizer
 
 from muse_jax import decode
 from muse_jax.doctor import diagnose
-from muse_jax.generate import Generation
-from muse_jax.generate import generate as run_generate
+from muse_jax.generate import EVERY, stream
+from muse_jax.generation import Generation
 from muse_jax.guarantee import BITWISE
 from muse_jax.inspection import Inspection, inspect_checkpoint
 from muse_jax.language_model import LanguageModel, load
@@ -23,6 +23,7 @@ from muse_jax.mesh import RANKS, make_mesh
 from muse_jax.parity import ParityReport, flip_bit
 from muse_jax.parity import parity as run_parity
 from muse_jax.sampling import Sampling
+from muse_jax.speculative import DFlashDraft
 from muse_jax.speculative.dflash_weights import load_draft
 from muse_jax.weights.repack import repack
 
@@ -36,6 +37,7 @@ Devices = Annotated[
     typer.Option(help="Devices that carry the 8 ranks: 1, 2, 4 or 8. Default: as many as there are; on a CPU 8."),
 ]
 Prompt = Annotated[str, typer.Option(help="Text, encoded by the checkpoint's tokenizer.")]
+DraftWidth = Annotated[int | None, typer.Option(help="Nodes of its trees. Default: the draft's block.")]
 
 DEFAULT_PROMPT = "def decode(state, tokens):"
 
@@ -62,9 +64,19 @@ def _encode(model: LanguageModel, prompt: str) -> list[int]:
     return model.tokenizer.encode(prompt).ids or [model.config.bos_token_id]
 
 
+def _load_all(
+    checkpoint: Path, devices: int | None, prompt: str, draft: Path | None, draft_width: int | None
+) -> tuple[LanguageModel, list[int], DFlashDraft | None]:
+    """(model, the prompt's ids, draft)."""
+    if draft is None and draft_width is not None:
+        raise ValueError("--draft-width is of no use without --draft")
+    model = _load(checkpoint, devices)
+    return model, _encode(model, prompt), None if draft is None else load_draft(draft, model, width=draft_width)
+
+
 def _verdict(report: ParityReport) -> str:
     verdict = (
-        f"differing bytes: {report.differing_bytes} of {report.bytes:,} compared with the expert-parallel reference "
+        f"differing bytes: {report.differing_bytes} of {report.bytes:,} compared with {report.against} "
         f"({len(report.tokens)} positions)"
     )
     return verdict if report.guarantee == BITWISE else f"{verdict}; {report.guarantee}"
@@ -106,9 +118,13 @@ def _calls_per_step(model: LanguageModel) -> str:
 
 
 def _speculation(result: Generation) -> dict[str, str]:
-    if result.tokens_per_step is None:
+    if result.acceptance is None or result.tokens_per_step is None:
         return {}
-    return {"steps": f"{result.steps} after the prompt, {result.tokens_per_step:.2f} tokens each"}
+    shares = " ".join(f"{share:.2f}" for share in result.acceptance.by_position)
+    return {
+        "steps": f"{result.steps} after the prompt, {result.tokens_per_step:.2f} tokens each",
+        "accepted": f"{shares} (share of the steps, by place behind the newest token)",
+    }
 
 
 @app.command()
@@ -117,6 +133,8 @@ def generate(
     prompt: Prompt = DEFAULT_PROMPT,
     max_new_tokens: Annotated[int, typer.Option(help="Tokens to generate at most.")] = 64,
     devices: Devices = None,
+    stop: Annotated[list[str] | None, typer.Option(help="End before this text; may be given several times.")] = None,
+    live: Annotated[bool, typer.Option("--stream", help="Also print the text as it comes.")] = False,
     temperature: Annotated[
         float | None,
         typer.Option(help="Sample at this temperature. Default: greedy; 1 where another option of sampling is given."),
@@ -134,36 +152,34 @@ def generate(
         Path | None,
         typer.Option(help="Folder of a DFlash draft: the same text in fewer steps.", exists=True, file_okay=False),
     ] = None,
-    draft_width: Annotated[int | None, typer.Option(help="Nodes of its trees. Default: the draft's block.")] = None,
+    draft_width: DraftWidth = None,
     check: Annotated[
         bool, typer.Option("--check", help="Also compare the text's every tap with the reference.")
     ] = False,
 ) -> None:
     """Continue a prompt with the fused decode step, greedily or sampled."""
-    if draft is None and draft_width is not None:
-        raise ValueError("--draft-width is of no use without --draft")
     sampling = None
     if any(option is not None for option in (temperature, top_k, top_p, min_p, seed)):
         sampling = Sampling(
             temperature=1.0 if temperature is None else temperature, top_k=top_k, top_p=top_p, min_p=min_p
         )
-    model = _load(checkpoint, devices)
-    ids = _encode(model, prompt)
-    result = run_generate(
-        model,
-        ids,
-        max_new_tokens=max_new_tokens,
-        sampling=sampling,
+    model, ids, loaded_draft = _load_all(checkpoint, devices, prompt, draft, draft_width)
+    pieces = stream(
+        model, ids, max_new_tokens=max_new_tokens, stop_strings=stop or (), sampling=sampling,
         keys=None if sampling is None else jax.random.key(seed or 0, impl="threefry2x32"),
-        logprobs=logprobs,
-        draft=None if draft is None else load_draft(draft, model, width=draft_width),
-    )
-    assert model.tokenizer is not None
+        logprobs=logprobs, draft=loaded_draft, every=EVERY if live or stop else max(1, max_new_tokens),
+    )  # fmt: skip
+    if live:
+        for piece in pieces:
+            out.print(piece.text, end="", markup=False)
+        out.print()
+    result = pieces.result()
+    assert model.tokenizer is not None and result.texts is not None
     mesh_devices = model.mesh.devices.flat
     _print_facts(
         {
             "prompt": repr(prompt),
-            "generated": repr(model.tokenizer.decode(result.tokens[0])),
+            "generated": repr(result.texts[0]),
             "token ids": " ".join(map(str, result.tokens[0])),
             "finished by": result.finish_reasons[0],
             "devices": f"{len(mesh_devices)} x {mesh_devices[0].device_kind}, {RANKS} ranks",
@@ -186,6 +202,15 @@ def parity(
     prompt: Prompt = DEFAULT_PROMPT,
     steps: Annotated[int, typer.Option(help="Tokens to decode one by one after the prompt.")] = 64,
     devices: Devices = None,
+    draft: Annotated[
+        Path | None,
+        typer.Option(
+            help="Folder of a DFlash draft: compare decoding with it, text and every tap, with plain decoding instead.",
+            exists=True,
+            file_okay=False,
+        ),
+    ] = None,
+    draft_width: DraftWidth = None,
     flip: Annotated[
         str | None,
         typer.Option(
@@ -195,14 +220,14 @@ def parity(
         ),
     ] = None,
 ) -> None:
-    """Run decode and reference side by side; exit code 1 if a single byte differs."""
-    model = _load(checkpoint, devices)
+    """Run decode and reference, or decode with a draft and without, side by side; exit code 1 if a byte differs."""
+    model, ids, loaded_draft = _load_all(checkpoint, devices, prompt, draft, draft_width)
     weights = model.weights
     if flip is not None:
         params, described = flip_bit(model.params, flip)
         weights = repack(model.config, params, model.mesh, weights.communicator)
         out.print(f"flipped on the decoding side: {described}")
-    report = run_parity(model, _encode(model, prompt), steps=steps, weights=weights)
+    report = run_parity(model, ids, steps=steps, weights=weights, draft=loaded_draft)
     table = Table(Column("tap", min_width=35), "bytes", "differing", "first at", "max ulp")
     for tap in report.taps:
         position = "" if tap.first_position is None else str(tap.first_position)
@@ -210,6 +235,8 @@ def parity(
     out.print(table)
     if report.first is not None:
         out.print(f"first difference: {report.first.tap}, position {report.first.first_position}")
+    if draft is not None:
+        out.print(f"steps: {report.steps} after the prompt instead of {steps}")
     out.print(_verdict(report))
     if flip is not None and not report.differing_bytes:
         out.print("the flipped bit changes nothing on this text: an unused row or expert, say; flip another")

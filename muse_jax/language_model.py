@@ -14,7 +14,7 @@ from tokenizers import Tokenizer
 from muse_jax import decode
 from muse_jax.config import MuseSparkConfig
 from muse_jax.decode import DecodeState, StepOutput
-from muse_jax.mesh import check_mesh, make_mesh
+from muse_jax.mesh import check_mesh, in_own_mesh, make_mesh, own_mesh
 from muse_jax.model.reference import Reference
 from muse_jax.tokenizer import TOKENIZER_FILE, load_tokenizer
 from muse_jax.weights import load as load_params
@@ -46,7 +46,8 @@ class LanguageModel:
         self.params = dict(params)
         self.mesh = make_mesh() if mesh is None else check_mesh(mesh)
         self.tokenizer = tokenizer
-        self.weights = repack(config, self.params, self.mesh)
+        with own_mesh(self.mesh):
+            self.weights = repack(config, self.params, self.mesh)
         self._reference = Reference(config, self.mesh)
         self._step = jax.jit(decode.decode_step, donate_argnames=("state",))
 
@@ -67,6 +68,7 @@ class LanguageModel:
         """
         return decode.prefill(self.weights, state, decode.as_prompts(prompts), chunk=chunk)
 
+    @in_own_mesh
     def prefill_whole(
         self, state: DecodeState, prompts: Sequence[int] | Sequence[Sequence[int]]
     ) -> tuple[StepOutput, DecodeState]:
@@ -75,6 +77,7 @@ class LanguageModel:
         taps = functools.partial(self._reference.taps, self.params)
         return decode.prefill_whole(self.config, state, decode.as_prompts(prompts), taps)
 
+    @in_own_mesh
     def decode_step(
         self, state: DecodeState, tokens: jax.Array | Sequence[int], active: jax.Array | None = None
     ) -> tuple[StepOutput, DecodeState]:
@@ -118,6 +121,7 @@ def load(path: "str | os.PathLike[str]", *, mesh: Mesh | None = None) -> Languag
         CheckpointError: everything that is missing, damaged or of the wrong shape, in one error.
     """
     mesh = make_mesh() if mesh is None else check_mesh(mesh)
-    config, params = load_params(path, mesh)
+    with own_mesh(mesh):
+        config, params = load_params(path, mesh)
     has_tokenizer = os.path.exists(os.path.join(path, TOKENIZER_FILE))
     return LanguageModel(config, params, mesh, load_tokenizer(path) if has_tokenizer else None)

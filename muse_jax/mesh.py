@@ -3,8 +3,11 @@
 There are always 8 ranks; a mesh of D devices gives each device 8/D consecutive ones (docs/architecture.md).
 """
 
-from collections.abc import Sequence
-from typing import Any
+import functools
+import inspect
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, TypeVar, cast
 
 import jax
 import numpy as np
@@ -117,3 +120,32 @@ def ranks_array(mesh: Mesh, packing: int) -> jax.Array:
     """
     ranks = np.stack([np.arange(RANKS), np.full(RANKS, packing)], axis=1).astype(np.int32)
     return jax.make_array_from_callback(ranks.shape, rank_sharding(mesh), lambda index: ranks[index])
+
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+def own_mesh(mesh: Mesh) -> AbstractContextManager[None]:
+    """Within it JAX's context mesh is this one, whatever the caller's is: `jax.set_mesh` of Explicit axes, say.
+
+    Raises:
+        ValueError: inside shard_map or pmap, where a program sees one device.
+    """
+    if AxisType.Manual in jax.sharding.get_abstract_mesh().axis_types:
+        raise ValueError(
+            "muse_jax works on its whole mesh and cannot run inside shard_map or pmap; call it outside, or inside jit, "
+            "scan or while_loop"
+        )
+    return jax.sharding.use_abstract_mesh(mesh.abstract_mesh)
+
+
+def in_own_mesh(function: Function) -> Function:
+    """Decorator: runs the function within `own_mesh` of its first argument's `mesh`."""
+    name = next(iter(inspect.signature(function).parameters))
+
+    @functools.wraps(function)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        with own_mesh((args[0] if args else kwargs[name]).mesh):
+            return function(*args, **kwargs)
+
+    return cast(Function, wrapped)

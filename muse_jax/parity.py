@@ -1,26 +1,16 @@
-"""Parity: decode a text step by step, run the reference over the same text, compare every tap byte for byte."""
+"""Parity: a decoded text against the reference, or with a draft against without: every tap, byte for byte."""
 
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
-from muse_jax.decode import (
-    DecodeState,
-    DecodeWeights,
-    StepOutput,
-    Taps,
-    init_state,
-    next_rows,
-    prefill,
-    run_head,
-    run_layers,
-)
-from muse_jax.decode.state import ring_slots
+from muse_jax.decode import DecodeWeights
+from muse_jax.decoded import decode_text
 from muse_jax.guarantee import guarantee
+from muse_jax.speculative import Draft
 
 if TYPE_CHECKING:
     from muse_jax.language_model import LanguageModel
@@ -53,6 +43,10 @@ class ParityReport:
     tokens: list[int]
     """The text that was compared: prompt and generated ids."""
     prompt_length: int
+    steps: int
+    """Decode steps after the prompt: one per generated token, or fewer with a draft."""
+    against: str
+    """What the decoded side was compared with: the reference, or with a draft plain decoding."""
     guarantee: str
     """`muse_jax.guarantee` of the devices. Both sides ran on these: 0 differing bytes on an architecture that was never
     compared says nothing about the bits of others."""
@@ -80,61 +74,52 @@ def parity(
     steps: int = 0,
     weights: DecodeWeights | None = None,
     chunk: int = 64,
+    draft: Draft | None = None,
 ) -> ParityReport:
-    """Compare the fused decode path with the reference on one sequence.
+    """Compare the fused decode path with the reference on one sequence, or decoding with a draft with plain decoding.
 
     Args:
         model: a loaded model.
         token_ids: the prompt; it goes through chunked prefill.
-        steps: tokens to decode greedily after it, one per step.
-        weights: packed weights of the decoding side, `model.weights` by default (tests flip a bit in them).
+        steps: tokens to decode greedily after it, one per step (with a draft, several per step).
+        weights: packed weights of the decoding side (with a draft, of the drafted side), `model.weights` by default
+            (tests flip a bit in them).
         chunk: rows per prefill step.
+        draft: compare the text that is decoded with it, and every tap of the rows that were accepted, with plain
+            decoding of the same prompt.
 
     Raises:
-        ValueError: empty prompt, ids out of range, too many positions.
+        ValueError: empty prompt, ids out of range, too many positions, or NaN logits with a draft.
     """
-    decoded, tokens = decoded_taps(model, token_ids, steps=steps, weights=weights, chunk=chunk)
-    reference = {k: np.asarray(v)[0] for k, v in model.reference_taps(np.asarray([tokens], np.int32)).items()}
-    layers = model.config.num_hidden_layers
+    mine = decode_text(model, token_ids, steps=steps, weights=weights, chunk=chunk, draft=draft)
+    layers, text = model.config.num_hidden_layers, []
+    if draft is None:
+        arrays = model.reference_taps(np.asarray([mine.tokens], np.int32))
+        theirs = {name: np.asarray(array)[0] for name, array in arrays.items()}
+    else:
+        plain = decode_text(model, token_ids, steps=steps, chunk=chunk)
+        theirs = plain.taps
+        text = [difference("tokens", np.asarray(mine.tokens, np.int32), np.asarray(plain.tokens, np.int32))]
     return ParityReport(
-        taps=list(compare(decoded, reference, layers)),
-        tokens=tokens,
+        taps=[*compare(mine.taps, theirs, layers), *text],
+        tokens=mine.tokens,
         prompt_length=len(token_ids),
+        steps=mine.steps,
+        against="plain decoding" if draft else "the expert-parallel reference",
         guarantee=guarantee(model.mesh),
     )
-
-
-def decoded_taps(
-    model: "LanguageModel",
-    token_ids: Sequence[int],
-    *,
-    steps: int = 0,
-    weights: DecodeWeights | None = None,
-    chunk: int = 64,
-) -> tuple[dict[str, np.ndarray], list[int]]:
-    """Every tap of the fused decode path on one sequence; arguments and errors as `parity`.
-
-    Returns:
-        (tap -> array [T, ...]; K and V of sliding layers only for the positions still in the ring, tokens).
-    """
-    if not len(token_ids) or steps < 0:
-        raise ValueError(
-            f"parity needs at least one token id and steps >= 0, got {len(token_ids)} ids and steps {steps}"
-        )
-    total = len(token_ids) + steps
-    state = init_state(model.config, model.mesh, capacity=total)
-    taps, tokens, state = _decode(weights or model.weights, state, list(token_ids), steps, chunk)
-    return taps | dict(_cached(model.config, state, total)), tokens
 
 
 def compare(
     decoded: Mapping[str, np.ndarray], reference: Mapping[str, np.ndarray], layers: int
 ) -> Iterator[TapDifference]:
-    """Taps of both sides, [T, ...] each, in the order of computation; decoded taps may hold only the last positions."""
+    """Taps of both sides, [T, ...] each, in the order of computation; either side may hold only the last positions."""
     names = [f"layers.{i}.{tap}" for i in range(layers) for tap in LAYER_TAPS] + ["logits"]
+    total = len(reference["logits"])
     for name in names:
-        mine, theirs = decoded[name], reference[name]
-        yield difference(name, mine, theirs[len(theirs) - len(mine) :], len(theirs) - len(mine))
+        last = min(len(decoded[name]), len(reference[name]))
+        mine, theirs = (side[name][len(side[name]) - last :] for side in (decoded, reference))
+        yield difference(name, mine, theirs, total - last)
 
 
 def difference(tap: str, a: np.ndarray, b: np.ndarray, first_position: int = 0) -> TapDifference:
@@ -195,59 +180,3 @@ def flip_bit(params: Mapping[str, jax.Array], spec: str) -> tuple[dict[str, jax.
     raw[element * array.dtype.itemsize + bit // 8] ^= 1 << bit % 8
     flipped = jax.device_put(array, params[name].sharding)
     return {**params, name: flipped}, f"bit {bit} of element {element} of {name}"
-
-
-def _decode(
-    weights: DecodeWeights, state: DecodeState, prompt: list[int], steps: int, chunk: int
-) -> tuple[dict[str, np.ndarray], list[int], DecodeState]:
-    """Chunked prefill, then greedy steps; the taps of every position."""
-    parts: list[dict[str, np.ndarray]] = []
-    logits: list[np.ndarray] = []
-
-    def record(rows: int, taps: Taps, output: StepOutput) -> None:
-        parts.append(_layer_taps(taps, rows))
-        logits.append(np.asarray(output.logits)[:rows])
-
-    output, state = prefill(weights, state, [prompt], chunk=chunk, on_chunk=record)
-    tokens = list(prompt)
-    step = jax.jit(_tapped_step, donate_argnames=("state",))
-    for _ in range(steps):
-        tokens.append(int(output.token[0]))
-        output, state, taps = step(weights, state, output.token)
-        record(1, taps, output)
-    joined = {name: np.concatenate([p[name] for p in parts]) for name in parts[0]}
-    return joined | {"logits": np.concatenate(logits)}, tokens, state
-
-
-def _tapped_step(weights: DecodeWeights, state: DecodeState, token: jax.Array):
-    rows = next_rows(state.lengths, token)
-    stream, state, taps = run_layers(weights, state, rows, taps=True)
-    output = run_head(weights, state, rows, stream)
-    return output, dataclasses.replace(state, lengths=state.lengths + jnp.int32(1)), taps
-
-
-def _layer_taps(taps: Taps, rows: int) -> dict[str, np.ndarray]:
-    """By name, the first `rows` rows."""
-    residuals, experts, weights = (np.asarray(a) for a in (taps.residuals, taps.experts, taps.weights))
-    out = {}
-    for i in range(len(residuals)):
-        out[f"layers.{i}.post_attention_residual"] = residuals[i, 0, :rows]
-        out[f"layers.{i}.post_feedforward_residual"] = residuals[i, 1, :rows]
-        out[f"layers.{i}.router_experts"] = experts[i, :rows]
-        out[f"layers.{i}.router_weights"] = weights[i, :rows]
-    return out
-
-
-def _cached(config, state: DecodeState, length: int) -> Iterator[tuple[str, np.ndarray]]:
-    """K and V of sequence 0 by position, [positions, kv heads, 64]; sliding layers hold the last ring of them."""
-    caches = {name: np.asarray(getattr(state, name)) for name in ("k_full", "v_full", "k_ring", "v_ring")}
-    index = {"full": 0, "ring": 0}
-    ring = ring_slots(config.sliding_window)
-    for layer, kind_name in enumerate(config.layer_types):
-        kind = "full" if kind_name == "full_attention" else "ring"
-        positions = np.arange(0 if kind == "full" else max(0, length - ring), length)
-        slots = positions if kind == "full" else positions % ring
-        for name in ("k", "v"):
-            own = caches[f"{name}_{kind}"][:, index[kind], 0][:, :, slots]  # [8, kv/8, positions, 64]
-            yield f"layers.{layer}.{name}", own.reshape(-1, *own.shape[2:]).swapaxes(0, 1)
-        index[kind] += 1

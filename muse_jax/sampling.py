@@ -49,7 +49,7 @@ class Sampling:
         temperature = _number("temperature", self.temperature, "0 (greedy) or 0.01 to 100")
         if temperature != 0 and not 0.01 <= temperature <= 100:
             raise ValueError(f"temperature is {self.temperature}, allowed: 0 (greedy) or 0.01 to 100")
-        if self.top_k is not None and (not _is_int(self.top_k) or self.top_k < 1):
+        if self.top_k is not None and (not is_whole(self.top_k) or self.top_k < 1):
             raise ValueError(f"top_k is {self.top_k}, allowed: whole numbers from 1 on, or None for all tokens")
         for name in ("top_p", "min_p"):
             value = getattr(self, name)
@@ -288,7 +288,8 @@ def _fma(a: Any, b: Any, c: Any) -> jax.Array:
 # Checks --------------------------------------------------------------------------------------------------------------
 
 
-def _is_int(value: Any) -> bool:
+def is_whole(value: Any) -> bool:
+    """A whole number, Python's or NumPy's, and no bool."""
     return isinstance(value, int | np.integer) and not isinstance(value, bool)
 
 
@@ -305,7 +306,7 @@ def _bias(options: Sequence[Sampling], vocab: int) -> np.ndarray | None:
     bias = np.zeros((len(options), vocab), np.float32)
     for row, option in zip(bias, options, strict=True):
         for token, value in option.logit_bias.items():
-            if not _is_int(token) or not 0 <= token < vocab:
+            if not is_whole(token) or not 0 <= token < vocab:
                 raise ValueError(f"logit_bias has {token!r}, which is not a token, allowed: 0 to {vocab - 1}")
             row[token] = value
         if np.isneginf(row).all():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -199,8 +200,8 @@ def decode_all(model: Model, sequences, prompt_lengths, chunk: int, capacity: in
     for b, count in enumerate(prompt_lengths):
         order += [b] * count
 
-    def record(count: int, taps: Taps, output: StepOutput) -> None:
-        values = named(taps, output)
+    def record(count: int, taps: Taps, outputs: Callable[[], StepOutput]) -> None:
+        values = named(taps, outputs())
         for row, b in enumerate(order[:count]):
             parts[b].append({name: x[row] for name, x in values.items()})
         del order[:count]

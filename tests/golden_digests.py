@@ -17,17 +17,17 @@ STEPS, SEED = 64, 0
 def compute(devices) -> dict:
     """Digests by tap (sha256 of the little-endian array bytes), the tokens, and what they were made from."""
     from muse_jax import LanguageModel, MuseSparkConfig, make_mesh
-    from muse_jax.parity import decoded_taps
+    from muse_jax.decoded import decode_text
     from muse_jax.weights import random_params
 
     config, mesh = MuseSparkConfig.tiny(), make_mesh(devices)  # a number, or the devices
     model = LanguageModel(config, random_params(config, SEED, mesh, quantized=True), mesh)
-    taps, tokens = decoded_taps(model, PROMPT, steps=STEPS)
+    decoded = decode_text(model, PROMPT, steps=STEPS)
     return {
         "model": f"MuseSparkConfig.tiny(), random_params(seed={SEED}, quantized=True)",
         "prompt": PROMPT,
-        "generated": tokens[len(PROMPT) :],
-        "taps": {name: hashlib.sha256(array.tobytes()).hexdigest() for name, array in sorted(taps.items())},
+        "generated": decoded.tokens[len(PROMPT) :],
+        "taps": {name: hashlib.sha256(array.tobytes()).hexdigest() for name, array in sorted(decoded.taps.items())},
     }
 
 

@@ -237,8 +237,8 @@ def fused_end_to_end(config: MuseSparkConfig, params, devices: int) -> EndToEnd:
     weights, state = repack(config, params, mesh), init_state(config, mesh, batch=2, capacity=48)
     chunks = []
 
-    def keep(count, taps, output):
-        arrays = taps.residuals[:, 1, :count], taps.experts[:, :count], output.logits[None, :count]
+    def keep(count, taps, outputs):
+        arrays = taps.residuals[:, 1, :count], taps.experts[:, :count], outputs().logits[None, :count]
         chunks.append([np.asarray(x) for x in arrays])
 
     prefill(weights, state, hf()["input_ids"].tolist(), chunk=MAX_ROWS, on_chunk=keep)

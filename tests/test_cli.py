@@ -19,6 +19,18 @@ from muse_jax.speculative.dflash_weights import random_draft
 ROOT = Path(__file__).parent.parent
 
 
+@pytest.fixture(scope="module", autouse=True)
+def cache(tmp_path_factory):
+    """JAX's persistent compilation cache, which saves these many processes from compiling the same programs anew."""
+    folder = tmp_path_factory.mktemp("cache")
+    os.environ |= {
+        "JAX_COMPILATION_CACHE_DIR": str(folder),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+    }
+    yield folder
+    del os.environ["JAX_COMPILATION_CACHE_DIR"], os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"]
+
+
 def run(*arguments, code=0, cwd=ROOT):
     environment = {k: v for k, v in os.environ.items() if k not in ("XLA_FLAGS", "PJRT_NPROC")}
     done = subprocess.run(
@@ -48,16 +60,29 @@ def test_generate(checkpoint):
     assert "2 x cpu" in two and ids is not None and ids.group(1).strip() in two
 
 
+def test_a_second_process_compiles_nothing(checkpoint, cache):
+    """The programs of the first, from JAX's persistent cache, give the same text."""
+
+    def programs():
+        return {path.name for path in cache.iterdir() if path.name.startswith(("jit_advance", "jit__layers"))}
+
+    command = ("generate", checkpoint, "--max-new-tokens", 8)
+    first, made = muse(*command), programs()
+    assert len(made) > 1 and muse(*command) == first and programs() == made
+
+
 def test_generate_samples(checkpoint):
     """The same text with the same seed on any mesh; a table of log-probabilities."""
     options = ("--max-new-tokens", 6, "--temperature", 0.8, "--top-k", 40, "--top-p", 0.95, "--min-p", 0.01)
     outputs = [
-        muse("generate", checkpoint, *options, "--seed", 7, "--logprobs", 2),
-        muse("generate", checkpoint, *options, "--seed", 7, "--devices", 2),
+        muse("generate", checkpoint, *options, "--seed", 7, "--devices", 2, "--logprobs", 2),
+        muse("generate", checkpoint, *options, "--seed", 7, "--devices", 1),
         muse("generate", checkpoint, *options, "--seed", 8, "--devices", 1),
     ]
     ids = [m.group(1).split() for out in outputs if (m := re.search(r"token ids +([\d ]+)", out))]
     assert len(ids) == 3 and ids[0] == ids[1] != ids[2]
+    streamed = muse("generate", checkpoint, "--max-new-tokens", 40, "--stream", "--stop", "4", "--devices", 1)
+    assert re.search(r"finished by +stop_string\n", streamed) and not streamed.startswith("prompt")
     rows = re.findall(r"│ (\d+) +│ .* │ -\d+\.\d{4} +│ \d+ -\d+\.\d{4}  \d+ -\d+\.\d{4} +│", outputs[0])
     assert rows == ids[0]
 
@@ -155,8 +180,12 @@ def test_generate_with_a_draft(checkpoint, tmp_path):
         return muse("generate", checkpoint, "--max-new-tokens", 12, *options)
 
     plain, drafted = text(), text("--draft", folder, "--draft-width", 5)
-    facts = [line for line in drafted.splitlines() if not line.startswith("steps ")]
+    facts = [line for line in drafted.splitlines() if not line.startswith(("steps ", "accepted "))]
     assert facts == plain.splitlines() and "tokens each" in drafted
+    assert re.search(r"accepted +(\d\.\d\d ){4}\(share of the steps", drafted)
+    compared = muse("parity", checkpoint, "--steps", 12, "--draft", folder, "--draft-width", 5)
+    assert re.search(r"differing bytes: 0 of [\d,]+ compared with plain decoding \(38 positions\)", compared)
+    assert re.search(r"tokens +│ 152 +│ 0", compared)
     for options, message in (
         (("--draft", folder, "--draft-width", 9), "width"),
         (("--draft-width", 3), "--draft-width is of no use without --draft"),

@@ -8,7 +8,8 @@ import pytest
 from decode_helpers import FULL, SLIDING, drawn, small, step
 from oracle import model as oracle
 
-from muse_jax.generate import FINISH_REASONS, generate
+from muse_jax.generate import generate
+from muse_jax.kept import FINISH_REASONS
 from muse_jax.language_model import LanguageModel
 from muse_jax.mesh import make_mesh
 from muse_jax.weights import random_params

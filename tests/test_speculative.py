@@ -15,7 +15,9 @@ from op_helpers import same
 from muse_jax.decode import MAX_ROWS, init_state, prefill
 from muse_jax.generate import generate
 from muse_jax.language_model import LanguageModel
+from muse_jax.loop import advance, begin
 from muse_jax.mesh import make_mesh
+from muse_jax.parity import flip_bit, parity
 from muse_jax.sampling import Sampling
 from muse_jax.speculative import (
     DFlashConfig,
@@ -25,10 +27,10 @@ from muse_jax.speculative import (
     chain,
     make_tree,
     prefill_both,
-    speculative_loop,
 )
 from muse_jax.speculative.dflash_weights import random_draft
 from muse_jax.weights import random_params
+from muse_jax.weights.repack import repack
 
 LIMIT = 160  # max_position_embeddings
 PROMPTS = [[5], [9, 8, 7, 6, 5, 4, 3, 2, 1], [33, 20, 61], [1, 2, 3, 4, 5, 6]]
@@ -174,16 +176,19 @@ def test_accept_is_the_walk(width):
 # Texts ---------------------------------------------------------------------------------------------------------------
 
 
+RANDOM, CHAIN, STAR = range(3)
+
+
 @dataclasses.dataclass(frozen=True)
 class Scripted:
     """A draft that knows what comes, or thinks so: random trees of the script's tokens and of others."""
 
     script: jax.Array
     """int32 [B, positions]: the token at each position."""
-    right: float = dataclasses.field(metadata={"static": True})
-    """How often a node has the script's token."""
+    right: float
+    """How often a node has the script's token; at 0 never."""
     width: int = dataclasses.field(metadata={"static": True})
-    shape: str = dataclasses.field(default="random", metadata={"static": True})
+    shape: int = RANDOM  # a leaf, as `right` is, so that tests share compiled programs
     tap_layers: tuple[int, ...] = dataclasses.field(default=(), metadata={"static": True})
 
     def start(self, *, batch, capacity):
@@ -202,19 +207,22 @@ class Scripted:
         key = jax.random.fold_in(jax.random.key(0), lengths.sum())
         shape = (token.shape[0], self.width)
         node = jnp.arange(self.width)
-        if self.shape == "random":
-            parent = jax.random.randint(key, shape, 0, jnp.maximum(node, 1)).at[:, 0].set(-1)
-        else:
-            parent = jnp.broadcast_to(node - 1 if self.shape == "chain" else jnp.where(node, 0, -1), shape)
+        parents = jnp.stack([
+            jax.random.randint(key, shape, 0, jnp.maximum(node, 1)).at[:, 0].set(-1),
+            jnp.broadcast_to(node - 1, shape),
+            jnp.broadcast_to(jnp.where(node, 0, -1), shape),
+        ])  # fmt: skip
+        parent = parents[self.shape]
         tree = make_tree(jnp.broadcast_to(token[:, None], shape), parent.astype(jnp.int32))
         known = jnp.take_along_axis(self.script, (lengths[:, None] + tree.depth) % self.script.shape[1], axis=1)
         other = jax.random.randint(jax.random.fold_in(key, 1), shape, 0, 64)
         good = jax.random.uniform(jax.random.fold_in(key, 2), shape) < self.right
-        chosen = jnp.where(good, known, other if self.right > 0 else (known + 1) % 64).at[:, 0].set(token)
+        wrong = jnp.where(self.right > 0, other, (known + 1) % 64)
+        chosen = jnp.where(good, known, wrong).at[:, 0].set(token)
         return dataclasses.replace(tree, token=chosen.astype(jnp.int32)), carry
 
 
-jax.tree_util.register_dataclass(Scripted, ["script"], ["right", "width", "shape", "tap_layers"])
+jax.tree_util.register_dataclass(Scripted, ["script", "right", "shape"], ["width", "tap_layers"])
 
 
 def script(prompts, texts):
@@ -233,25 +241,64 @@ def same_generation(a, b):
             same(x, y)
 
 
+def beginning(made, ends, reason="length"):
+    """The first tokens of each sequence; all of them, for their own reason, where the end is None."""
+    cut = {name: [x[:n] for x, n in zip(getattr(made, name), ends, strict=True)]
+           for name in ("tokens", "log_probs", "top_tokens", "top_log_probs")}  # fmt: skip
+    reasons = [old if n is None else reason for old, n in zip(made.finish_reasons, ends, strict=True)]
+    return dataclasses.replace(made, finish_reasons=reasons, **cut)
+
+
 DRAFTS = [
-    (1.0, 16, "chain"), (0.0, 16, "random"), (0.7, 16, "random"), (0.7, 5, "chain"), (0.8, 16, "star"),
-    (0.5, 1, "chain"), (0.5, 2, "random"),
+    (1.0, 16, CHAIN), (0.0, 16, RANDOM), (0.7, 16, RANDOM), (0.7, 5, CHAIN), (0.8, 16, STAR),
+    (0.5, 1, CHAIN), (0.5, 2, RANDOM),
 ]  # fmt: skip
 
 
+@pytest.fixture(scope="module")
+def plain(model):
+    """Sixty greedy tokens after each prompt."""
+    return generate(model, PROMPTS, max_new_tokens=60, stop_ids=(), logprobs=2)
+
+
 @pytest.mark.parametrize(("right", "width", "shape"), DRAFTS)
-def test_greedy_text_is_the_plain_one(model, right, width, shape):
+def test_greedy_text_is_the_plain_one(model, plain, right, width, shape):
     """Tokens, reasons and log-probabilities, of four prompts at once."""
-    plain = generate(model, PROMPTS, max_new_tokens=60, stop_ids=(), logprobs=2)
     draft = Scripted(script(PROMPTS, plain.tokens), right, width, shape)
     made = generate(model, PROMPTS, max_new_tokens=60, stop_ids=(), logprobs=2, draft=draft)
     same_generation(made, plain)
     if right == 1:
         # 1 from the prefill, 59 in steps of 16; the script ends within the last.
-        assert made.steps == 4 and made.accepted[16] == 12 and made.tokens_per_step == 15
+        assert made.steps == 4 and made.acceptance.histogram[16] == 12 and made.tokens_per_step == 59 / 4
     elif right == 0:
         assert made.steps == 59 and made.tokens_per_step == 1
-    assert len(made.accepted) == width + 1 and sum(made.accepted) >= 4 * made.steps - 12
+    assert len(made.acceptance.histogram) == width + 1
+
+
+@pytest.mark.parametrize("prompts", [PROMPTS, PROMPTS[1:2]], ids=len)
+def test_what_each_step_brought(model, plain, prompts):
+    """Every sequence has its own acceptance: a chain is right up to where the script has an error."""
+    texts = [plain.tokens[PROMPTS.index(p)] for p in prompts]
+    begin, width = [len(p) for p in prompts], 16
+    known = np.array(script(prompts, texts))
+    errors = [set(range(begin[b] + 4 + 3 * b, begin[b] + 60, 5 + 6 * b)) for b in range(len(prompts))]
+    for row, wrong in zip(known, errors, strict=True):
+        row[sorted(wrong)] = (row[sorted(wrong)] + 1) % 64
+    draft = Scripted(jnp.asarray(known), 1.0, width, CHAIN)
+    made = generate(model, prompts, max_new_tokens=60, stop_ids=(), logprobs=2, draft=draft)
+    assert made.tokens == texts
+    got = made.acceptance
+    for b, steps in enumerate(got.accepted):
+        position = begin[b]
+        for count in steps[:-1]:  # the last reaches beyond the script
+            assert count == next((n for n in range(1, width) if position + n in errors[b]), width)
+            position += count
+        assert position < begin[b] + 59 <= position + steps[-1]
+    counts = np.concatenate(got.accepted).tolist()
+    assert made.steps == max(map(len, got.accepted)) and len({*map(len, got.accepted)}) == min(3, len(prompts))
+    assert made.tokens_per_step == 59 * len(prompts) / len(counts)
+    assert got.histogram.tolist() == [counts.count(n) for n in range(width + 1)]
+    assert got.by_position.tolist() == [sum(n > d for n in counts) / len(counts) for d in range(1, width)]
 
 
 @pytest.mark.parametrize("seed", range(2))
@@ -269,27 +316,28 @@ def test_sampled_text_is_the_plain_one(model, seed):
 
 
 @pytest.mark.parametrize("budget", [1, 2, 3, 5, 15, 16, 17, 18, 33])
-def test_budgets(model, budget):
-    plain = generate(model, PROMPTS, max_new_tokens=budget, stop_ids=(), logprobs=0)
-    longer = generate(model, PROMPTS, max_new_tokens=60, stop_ids=())
-    draft = Scripted(script(PROMPTS, longer.tokens), 0.9, 16, "chain")
-    same_generation(generate(model, PROMPTS, max_new_tokens=budget, stop_ids=(), logprobs=0, draft=draft), plain)
+def test_budgets(model, plain, budget):
+    """Trees reach beyond the budget, texts do not."""
+    draft = Scripted(script(PROMPTS, plain.tokens), 0.9, 16, CHAIN)
+    made = generate(model, PROMPTS, max_new_tokens=budget, stop_ids=(), logprobs=2, draft=draft)
+    same_generation(made, beginning(plain, [budget] * 4))
 
 
-def test_every_stop_id(model):
+def test_every_stop_id(model, plain):
     """A stop id may be any node of the path, the token behind it, or the first of all."""
-    longer = generate(model, PROMPTS, max_new_tokens=40, stop_ids=())
-    draft = Scripted(script(PROMPTS, longer.tokens), 0.9, 16, "chain")
-    for stop in sorted(set(itertools.chain(*longer.tokens)))[::3]:
-        plain = generate(model, PROMPTS, max_new_tokens=40, stop_ids=(stop,), logprobs=0)
-        same_generation(generate(model, PROMPTS, max_new_tokens=40, stop_ids=(stop,), logprobs=0, draft=draft), plain)
+    draft = Scripted(script(PROMPTS, plain.tokens), 0.9, 16, CHAIN)
+    for stop in sorted(set(itertools.chain(*plain.tokens)))[::2]:
+        ends = [t.index(stop) + 1 if stop in t else None for t in plain.tokens]
+        made = generate(model, PROMPTS, max_new_tokens=60, stop_ids=(stop,), logprobs=2, draft=draft)
+        same_generation(made, beginning(plain, ends, "stop"))
+    same_generation(made, generate(model, PROMPTS, max_new_tokens=60, stop_ids=(stop,), logprobs=2))
 
 
 def test_to_the_last_position(model):
     """At max_position_embeddings trees are cut short, texts are not."""
     prompts = [[3] * (LIMIT - 30), [4, 5]]
     plain = generate(model, prompts, max_new_tokens=30, stop_ids=(), logprobs=0)
-    draft = Scripted(script(prompts, plain.tokens), 0.9, 16, "chain")
+    draft = Scripted(script(prompts, plain.tokens), 0.9, 16, CHAIN)
     same_generation(generate(model, prompts, max_new_tokens=30, stop_ids=(), logprobs=0, draft=draft), plain)
 
 
@@ -306,7 +354,7 @@ def test_logits_that_are_no_numbers_end_the_text():
     )
     plain = generate(broken, PROMPTS, max_new_tokens=30, stop_ids=(), logprobs=0)
     assert plain.finish_reasons[0] == "nan"
-    draft = Scripted(script(PROMPTS, plain.tokens), 0.9, 16, "chain")
+    draft = Scripted(script(PROMPTS, plain.tokens), 0.9, 16, CHAIN)
     same_generation(generate(broken, PROMPTS, max_new_tokens=30, stop_ids=(), logprobs=0, draft=draft), plain)
 
 
@@ -331,9 +379,9 @@ def test_caches_and_what_the_draft_saw(model):
     draft = Scripted(script(PROMPTS, plain.tokens), 0.8, 16, tap_layers=taps)
     state = init_state(model.config, model.mesh, batch=4, capacity=96)
     first, state, carry = prefill_both(model.weights, state, PROMPTS, draft)
-    kept, _, state, (seen, felt) = speculative_loop(
-        model.weights, state, first, jnp.zeros(0, jnp.int32), None, draft, carry, 40, None
-    )
+    stops = jnp.zeros(0, jnp.int32)
+    kept = begin(model.weights, state.lengths, first, stops, None, np.int32(40), space=40, logprobs=None, drafted=True)
+    kept, state, (seen, felt) = advance(model.weights, state, kept, stops, None, draft, carry, np.int32(40))
     lengths = np.asarray(state.lengths)
     whole = [[*p, *t] for p, t in zip(PROMPTS, np.asarray(kept.tokens).tolist(), strict=True)]
     committed = [text[: min(n, len(text))] for text, n in zip(whole, lengths, strict=True)]
@@ -378,7 +426,7 @@ def test_a_chain_is_a_tree():
 
 @pytest.mark.parametrize("selector", [True, False])
 def test_with_a_drafting_model(model, selector):
-    """DFlash2 and DFlash with random weights, greedy and sampled."""
+    """DFlash2 and DFlash with random weights, two prompts greedy and two sampled."""
     config = DFlashConfig(
         vocab_size=64, hidden_size=128, num_attention_heads=4, num_key_value_heads=2, head_dim=16, intermediate_size=64,
         windows=(12, None), rope_theta=1e4, rms_norm_eps=1e-5, tap_layers=(0, 1), mask_token_id=63,
@@ -387,9 +435,38 @@ def test_with_a_drafting_model(model, selector):
     )  # fmt: skip
     shared = [model.params[name] for name in ("embed_tokens.weight", "lm_head.weight")]
     draft = random_draft(config, jax.random.key(3), *shared)
-    keys = jax.random.split(jax.random.key(0), 4)
-    for given in ({}, dict(sampling=Sampling(temperature=0.9), keys=keys)):
-        plain = generate(model, PROMPTS, max_new_tokens=40, stop_ids=(), logprobs=0, **given)
-        same_generation(
-            generate(model, PROMPTS, max_new_tokens=40, stop_ids=(), logprobs=0, draft=draft, **given), plain
-        )
+    options = [Sampling(temperature=t) for t in (0, 0.9, 0, 1.2)]
+    given = dict(
+        max_new_tokens=60, stop_ids=(), sampling=options, keys=jax.random.split(jax.random.key(0), 4), logprobs=0
+    )
+    same_generation(generate(model, PROMPTS, draft=draft, **given), generate(model, PROMPTS, **given))
+
+
+# Parity --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("length", "shape"), [(3, RANDOM), (70, CHAIN)])
+def test_parity_with_a_draft(model, length, shape):
+    """Every tap of the accepted rows, beyond the ring's end; one flipped bit is found where it is."""
+    prompt = np.random.default_rng(length).integers(0, 64, length).tolist()
+    plain = parity(model, prompt, steps=75)
+    draft = Scripted(script([prompt], [plain.tokens[length:]]), 0.8, 12, shape, tap_layers=(0,))
+    report = parity(model, prompt, steps=75, draft=draft, chunk=50)
+    assert report.differing_bytes == 0 and report.tokens == plain.tokens and report.against == "plain decoding"
+    assert [tap.tap for tap in report.taps] == [tap.tap for tap in plain.taps] + ["tokens"]
+    # Of the sliding layer's k and v only the window.
+    assert [tap.bytes for tap in report.taps[2:-1]] == [tap.bytes for tap in plain.taps[2:]]
+    assert 7 <= report.steps < 60
+    if shape == CHAIN:
+        params, _ = flip_bit(model.params, "layers.1.self_attn.v_proj.weight:3")
+        weights = repack(model.config, params, model.mesh)
+        report = parity(model, prompt, steps=75, draft=draft, weights=weights)
+        assert report.differing_bytes and report.first.tap == "layers.1.v"
+
+
+def test_parity_with_a_draft_to_the_last_position(model):
+    prompt = [1, 2, 3] * 50
+    draft = Scripted(jnp.zeros((1, LIMIT), jnp.int32), 0.0, 8)
+    assert parity(model, prompt, steps=LIMIT - 150, draft=draft).differing_bytes == 0
+    with pytest.raises(ValueError, match="capacity is 161, allowed: 1 to 160"):
+        parity(model, prompt, steps=LIMIT - 149, draft=draft)

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.core import Tracer
 from jax.sharding import NamedSharding, PartitionSpec
 
 from muse_jax.config import MuseSparkConfig
@@ -16,15 +17,16 @@ from muse_jax.decode.rows import MAX_ROWS, chain_rows
 from muse_jax.decode.state import DecodeState
 from muse_jax.decode.step import StepOutput, Taps, check_state, run_head, run_layers
 from muse_jax.decode.weights import DecodeWeights
-from muse_jax.mesh import AXIS, RANKS
+from muse_jax.mesh import AXIS, RANKS, in_own_mesh
 
 
 def as_prompts(prompts: Any) -> list[list[int]]:
     """One prompt (token ids) or several -> a list of prompts; lists, NumPy and JAX arrays all do.
 
     Raises:
-        TypeError: neither, or ids that are not whole numbers.
+        TypeError: neither, or ids that are not whole numbers or only known while a program runs.
     """
+    refuse_tracing(prompts)
     try:
         rows = [np.asarray(prompts)] if np.ndim(prompts[0]) == 0 else [np.asarray(p) for p in prompts]
     except (TypeError, IndexError, ValueError):
@@ -37,13 +39,23 @@ def as_prompts(prompts: Any) -> list[list[int]]:
     return [[int(token) for token in row] for row in rows]
 
 
+def refuse_tracing(values: Any) -> None:
+    """Raise TypeError if a value is only known inside a program."""
+    if any(isinstance(value, Tracer) for value in jax.tree.leaves(values)):
+        raise TypeError(
+            "prefill, generate and stream read values on the host and cannot be called inside jit, scan or vmap; call "
+            "them outside, and muse_jax.decode.decode_step (or run_layers and run_head) inside"
+        )
+
+
+@in_own_mesh
 def prefill(
     weights: DecodeWeights,
     state: DecodeState,
     prompts: Sequence[Sequence[int]],
     *,
     chunk: int = MAX_ROWS,
-    on_chunk: Callable[[int, Taps, StepOutput], None] | None = None,
+    on_chunk: Callable[[int, Taps, Callable[[], StepOutput]], None] | None = None,
 ) -> tuple[StepOutput, DecodeState]:
     """Append prompts to the sequences of a state.
 
@@ -54,7 +66,8 @@ def prefill(
         state: caches; consumed (its buffers are donated). A prompt continues its sequence at the committed length.
         prompts: one list of token ids per sequence; an empty one leaves its sequence alone.
         chunk: rows per step, 1 to 64.
-        on_chunk: called after each chunk with the number of its rows, their taps and their output.
+        on_chunk: called after each chunk with the number of its rows, their taps, and a function that works out the
+            output of all rows, to be called there and then; the prefill itself only needs the prompts' last rows.
 
     Returns:
         (output after each prompt's last token, one row per sequence, state). Sequences with an empty prompt have zero
@@ -64,6 +77,7 @@ def prefill(
         ValueError: wrong number of prompts, ids out of range, capacity exceeded, chunk out of range.
     """
     check_state(weights, state)
+    refuse_tracing((weights, state))
     _check(weights.config, state, prompts, chunk)
     lengths = np.asarray(state.lengths)
     rows = [(t, b, lengths[b] + i) for b, prompt in enumerate(prompts) for i, t in enumerate(prompt)]
@@ -75,13 +89,15 @@ def prefill(
         tokens, sequences, positions = (list(column) for column in zip(*part, strict=True))
         step_rows = chain_rows(tokens, sequences, positions, size)
         stream, state, taps = _layers(weights, state, step_rows, on_chunk is not None)
+        if on_chunk is not None and taps is not None:
+            on_chunk(len(part), taps, functools.partial(_head, weights, state, step_rows, stream))
         done = [(row, b) for row, (_, b, position) in enumerate(part) if position == last[b]]
-        if done or on_chunk is not None:
-            rows_output = _head(weights, state, step_rows, stream)
-            if on_chunk is not None and taps is not None:
-                on_chunk(len(part), taps, rows_output)
-            if done:
-                output = _place(output, rows_output, *(np.array(column) for column in zip(*done, strict=True)))
+        if done:
+            row, sequence = (np.array(column) for column in zip(*done, strict=True))
+            active = np.full(size, -1, np.int32)
+            active[row] = sequence
+            last_rows = dataclasses.replace(step_rows, sequence=active)
+            output = _place(output, _head(weights, state, last_rows, stream), row, sequence)
         jax.block_until_ready(state.epoch)  # on the CPU, jaxlib before 0.12 hangs with many in flight
     weights.communicator.check()
     return output, state
@@ -133,6 +149,7 @@ def prefill_whole(
     Returns:
         As `prefill`.
     """
+    refuse_tracing(state)
     _check(config, state, prompts)
     if np.asarray(state.lengths).any() or not all(map(len, prompts)):
         raise ValueError("prefill_whole needs an empty state and a non-empty prompt for every sequence; use prefill")

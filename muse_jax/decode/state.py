@@ -12,7 +12,7 @@ from muse_jax import ops
 from muse_jax.config import MuseSparkConfig
 from muse_jax.decode.rows import MAX_ROWS
 from muse_jax.decode.weights import RANK, REPLICATED
-from muse_jax.mesh import RANKS, check_mesh
+from muse_jax.mesh import RANKS, check_mesh, own_mesh
 
 BLOCK = 16
 
@@ -127,9 +127,10 @@ def init_state(config: MuseSparkConfig, mesh: Mesh, *, batch: int = 1, capacity:
 
     slots = shapes["rope"].shape[0]
     rope = ops.rope_table(slots, config.rope_theta) if config.rope_theta else np.zeros((slots, 64), np.float32)
-    return DecodeState(
-        k_full=zeros("k_full"), v_full=zeros("v_full"), k_ring=zeros("k_ring"), v_ring=zeros("v_ring"),
-        lengths=put("lengths", np.zeros(batch, np.int32)), rope=put("rope", rope),
-        epoch=put("epoch", np.array([next(_ids), 0], np.int32)),
-        config=config, mesh=mesh,
-    )  # fmt: skip
+    with own_mesh(mesh):
+        return DecodeState(
+            k_full=zeros("k_full"), v_full=zeros("v_full"), k_ring=zeros("k_ring"), v_ring=zeros("v_ring"),
+            lengths=put("lengths", np.zeros(batch, np.int32)), rope=put("rope", rope),
+            epoch=put("epoch", np.array([next(_ids), 0], np.int32)),
+            config=config, mesh=mesh,
+        )  # fmt: skip

@@ -18,7 +18,7 @@ from muse_jax.decode import weights as weights_module
 from muse_jax.decode.rows import MAX_ROWS, Rows, next_rows
 from muse_jax.decode.state import DecodeState
 from muse_jax.decode.weights import RANK, REPLICATED, DecodeWeights
-from muse_jax.mesh import AXIS
+from muse_jax.mesh import AXIS, in_own_mesh
 
 LAYERS_TARGET = "muse_decode_layers_v1"
 HEAD_TARGET = "muse_decode_head_v1"
@@ -75,6 +75,7 @@ class StepOutput:
 jax.tree_util.register_dataclass(StepOutput, ["logits", "token", "nan"], [])
 
 
+@in_own_mesh
 def run_layers(
     weights: DecodeWeights,
     state: DecodeState,
@@ -162,6 +163,7 @@ def run_layers(
     return out[0], new_state, Taps(*out[6:]) if taps else None
 
 
+@in_own_mesh
 def run_head(
     weights: DecodeWeights, state: DecodeState, rows: Rows, stream: jax.Array, *, wait_limit: float | None = None
 ) -> StepOutput:
@@ -209,6 +211,7 @@ def run_head(
     return StepOutput(*out)
 
 
+@in_own_mesh
 def decode_step(
     weights: DecodeWeights, state: DecodeState, tokens: ArrayLike | Sequence[int], active: ArrayLike | None = None
 ) -> tuple[StepOutput, DecodeState]:

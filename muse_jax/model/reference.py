@@ -15,7 +15,7 @@ from jax.typing import ArrayLike
 from muse_jax import ops
 from muse_jax.config import MuseSparkConfig
 from muse_jax.errors import ProblemsError
-from muse_jax.mesh import AXIS, RANKS, check_mesh, make_mesh
+from muse_jax.mesh import AXIS, RANKS, check_mesh, in_own_mesh, make_mesh
 from muse_jax.model.moves import all_tokens
 from muse_jax.model.muse_spark import MuseSpark
 from muse_jax.weights.names import check_params, stored_formats
@@ -84,16 +84,19 @@ class Reference:
         self._taps = jax.jit(functools.partial(self._shared, _taps))
         self._log_probs = jax.jit(functools.partial(self._shared, _log_probs))
 
+    @in_own_mesh
     def forward(self, params: Params, tokens: ArrayLike) -> jax.Array:
         """Logits fp32 [B, T, vocab_size]."""
         tokens = self._check(tokens)
         return self._forward(dict(params), tokens, tokens)
 
+    @in_own_mesh
     def taps(self, params: Params, tokens: ArrayLike) -> dict[str, jax.Array]:
         """All intermediate arrays named in docs/architecture.md, [B, T, ...], logits included."""
         tokens = self._check(tokens)
         return self._taps(dict(params), tokens, tokens)
 
+    @in_own_mesh
     def log_probs(self, params: Params, tokens: ArrayLike) -> jax.Array:
         """fp32 [B, T - 1]: the log-probability of each token from the second on, given those before it (T >= 2)."""
         tokens = self._check(tokens, least=2)

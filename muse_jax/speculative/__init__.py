@@ -3,23 +3,25 @@
 from muse_jax.speculative.accept import Accepted, accept, commit
 from muse_jax.speculative.dflash import DFlashDraft
 from muse_jax.speculative.dflash_config import DFlashConfig
-from muse_jax.speculative.draft import Draft
-from muse_jax.speculative.loop import Counts, speculative_loop
+from muse_jax.speculative.draft import Draft, NoDraft
 from muse_jax.speculative.prompts import prefill_both
+from muse_jax.speculative.step import Verified, pick, speculative_step
 from muse_jax.speculative.tree import TokenTree, best_first, chain, make_tree
 
 __all__ = [
     "Accepted",
-    "Counts",
     "DFlashConfig",
     "DFlashDraft",
     "Draft",
+    "NoDraft",
     "TokenTree",
+    "Verified",
     "accept",
     "best_first",
     "chain",
     "commit",
     "make_tree",
+    "pick",
     "prefill_both",
-    "speculative_loop",
+    "speculative_step",
 ]

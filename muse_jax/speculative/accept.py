@@ -62,6 +62,9 @@ def commit(state: DecodeState, accepted: Accepted, active: jax.Array) -> DecodeS
         active: bool [B]: the others stay as they are.
     """
     count = jnp.where(active, accepted.count, 0)
+    grown = dataclasses.replace(state, lengths=state.lengths + count)
+    if accepted.path.shape[1] == 1:
+        return grown
     depth = jnp.arange(1, accepted.path.shape[1], dtype=jnp.int32)  # the root is where it belongs
     path, moves = accepted.path[:, 1:], depth < count[:, None]
 
@@ -86,4 +89,4 @@ def commit(state: DecodeState, accepted: Accepted, active: jax.Array) -> DecodeS
             out_specs=tuple(SPECS[name] for name in names),
             check_vma=False,
         )(*(getattr(state, name) for name in names), state.lengths, path, moves)
-    return dataclasses.replace(state, **dict(zip(names, moved, strict=True)), lengths=state.lengths + count)
+    return dataclasses.replace(grown, **dict(zip(names, moved, strict=True)))

@@ -1,10 +1,11 @@
 """What a draft is to the loop: any pytree with these methods. The target's output does not depend on it."""
 
+import dataclasses
 from typing import Any, Protocol
 
 import jax
 
-from muse_jax.speculative.tree import TokenTree
+from muse_jax.speculative.tree import TokenTree, chain
 
 
 class Draft(Protocol):
@@ -48,3 +49,29 @@ class Draft(Protocol):
             lengths: int32 [B], their positions.
         """
         ...
+
+
+@dataclasses.dataclass(frozen=True)
+class NoDraft:
+    """Plain decoding: every tree is its root. Satisfies the protocol `Draft`; its carry is ()."""
+
+    width = 1
+    tap_layers = ()
+
+    def start(self, *, batch: int, capacity: int) -> tuple[()]:
+        """Nothing to remember."""
+        del batch, capacity
+        return ()
+
+    def observe(self, carry: Any, token: jax.Array, features: jax.Array, count: jax.Array, lengths: jax.Array) -> Any:
+        """Nothing to learn."""
+        del token, features, count, lengths
+        return carry
+
+    def propose(self, carry: Any, token: jax.Array, lengths: jax.Array) -> tuple[TokenTree, Any]:
+        """The newest tokens, int32 [B], and nothing behind them."""
+        del lengths
+        return chain(token[:, None]), carry
+
+
+jax.tree_util.register_dataclass(NoDraft, [], [])

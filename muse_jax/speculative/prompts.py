@@ -1,5 +1,6 @@
 """Prefill of the target and, chunk by chunk, of its draft."""
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -13,9 +14,19 @@ _observe = jax.jit(lambda draft, *operands: draft.observe(*operands), donate_arg
 
 
 def prefill_both(
-    weights: DecodeWeights, state: DecodeState, prompts: list[list[int]], draft: Draft
+    weights: DecodeWeights,
+    state: DecodeState,
+    prompts: list[list[int]],
+    draft: Draft,
+    *,
+    chunk: int = MAX_ROWS,
+    on_chunk: Callable[[int, Taps, Callable[[], StepOutput]], None] | None = None,
 ) -> tuple[StepOutput, DecodeState, Any]:
     """Prompts into an empty state.
+
+    Args:
+        weights, state, prompts, chunk, on_chunk: as in `muse_jax.decode.prefill`.
+        draft: starts, and sees all prompts.
 
     Returns:
         (output after each prompt's last token, state, the draft's carry).
@@ -26,12 +37,11 @@ def prefill_both(
     sequence = np.repeat(np.arange(batch), [len(p) for p in prompts])
     position = np.concatenate([np.arange(len(p)) for p in prompts])
     token = np.concatenate([np.asarray(p, np.int32) for p in prompts])
-    size = min(MAX_ROWS, len(token))
+    size = min(chunk, len(token))
     done = 0
 
-    def observe(count: int, taps: Taps | None, output: StepOutput) -> None:
+    def observe(count: int, taps: Taps, outputs: Callable[[], StepOutput]) -> None:
         nonlocal carry, done
-        del output
         part = slice(done, done + count)
         done += count
         row = np.zeros((batch, size), np.int32)  # of the chunk, by sequence
@@ -42,6 +52,8 @@ def prefill_both(
             lengths[b] = position[part][own[0]] if len(own) else 0
         seen = features(draft, weights, taps, size)[row]
         carry = _observe(draft, carry, jnp.asarray(token[part][row]), seen, counts, lengths)
+        if on_chunk is not None:
+            on_chunk(count, taps, outputs)
 
     output, state = prefill(weights, state, prompts, chunk=size, on_chunk=observe)
     return output, state, carry
