@@ -12,7 +12,9 @@ from muse_jax.weights.contents import Contents
 from muse_jax.weights.names import Params, ParamSpec, check_params, parameter_specs, stored_formats
 from muse_jax.weights.orbax_io import restore, save
 from muse_jax.weights.random import random_params
-from muse_jax.weights.safetensors_io import export_hf, import_hf
+from muse_jax.weights.safetensors_export import export_hf
+from muse_jax.weights.safetensors_io import import_hf
+from muse_jax.weights.transfer import Progress
 
 __all__ = [
     "Contents", "ParamSpec", "Params", "check_params", "export_hf", "import_hf", "load", "parameter_specs",
@@ -20,8 +22,12 @@ __all__ = [
 ]  # fmt: skip
 
 
-def load(path: "str | os.PathLike[str]", mesh: Mesh | None = None) -> tuple[MuseSparkConfig, Params]:
+def load(
+    path: "str | os.PathLike[str]", mesh: Mesh | None = None, *, progress: Progress | None = None
+) -> tuple[MuseSparkConfig, Params]:
     """Loads a checkpoint folder, ours or Hugging Face's, onto a mesh (default: `make_mesh()`).
+
+    Every device reads its own slices only. `progress` is called with (bytes read, bytes in all).
 
     Returns:
         (config, params): params as in `parameter_specs`, with its shardings.
@@ -30,7 +36,8 @@ def load(path: "str | os.PathLike[str]", mesh: Mesh | None = None) -> tuple[Muse
         CheckpointError: neither kind of folder, or what `restore` or `import_hf` say.
     """
     folder = Path(path)
-    return restore(folder, mesh) if _is_ours(folder, "load") else import_hf(folder, mesh)
+    read = restore if _is_ours(folder, "load") else import_hf
+    return read(folder, mesh, progress=progress)
 
 
 def read_contents(path: "str | os.PathLike[str]") -> Contents:
