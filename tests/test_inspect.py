@@ -342,7 +342,8 @@ def test_unreadable_configuration(copy, params, kind):
 def test_every_damaged_orbax_file(copy):
     """Of one layer and of no layer; the rest of the contents is still told."""
     folder = copy("orbax")
-    for file in [f for f in (folder / "params").rglob("*") if f.is_file() and not re.search(r"layers\.[01235]", str(f))]:
+    files = [f for f in (folder / "params").rglob("*") if f.is_file() and not re.search(r"layers\.[01235]", str(f))]
+    for file in files:
         data, name = file.read_bytes(), str(file.relative_to(folder))
         file.unlink()
         found = weights.read_contents(folder)  # what inspecting shows
