@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 SOURCES := $(shell find ffi -type f) CMakeLists.txt pyproject.toml
 
-.PHONY: demo test lint test-gpu gpu-suite test-matrix cuda-archs clean
+.PHONY: demo test test-slow lint test-gpu gpu-suite test-matrix cuda-archs clean
 .DELETE_ON_ERROR:
 
 # Editable: Python files are used as they are, and these stamps rebuild the C++ when it changes. The second brings what tests
@@ -35,6 +35,10 @@ lint: $(VENV)/tools
 
 test: lint
 	$(BIN)/python -m pytest -n 2 --dist loadfile
+
+# Checkpoints of the released shapes: about 50 GB of disk under pytest's temporary folder, half an hour.
+test-slow: $(VENV)/tools
+	$(BIN)/python -m pytest -m slow -s
 
 # Everything on the GPUs at hand, against the CPU's bits; ends with a table.
 test-gpu:

@@ -29,6 +29,8 @@ def load_source(source: Source, mesh: Mesh | None, headline: str, progress: Prog
     unreadable: dict[str, None] = {}
     params: Params = {}
     done = 0
+    if progress is not None:
+        progress(done, total)
     with ThreadPoolExecutor(_READERS) as pool:
         previous = None
         for name, spec in source.specs.items():

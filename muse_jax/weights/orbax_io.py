@@ -118,6 +118,11 @@ class OrbaxSource:
         except ValueError as error:  # TensorStore's for everything
             raise UnreadableFile(_damage(self._folder, self.specs[name], error)) from error
 
+    def files(self, name: str) -> list[Path]:
+        """As `Files` says."""
+        spec = self.specs[name]
+        return [self._folder / _chunk_file(spec, number) for number in range(-(-spec.shape[0] // piece_rows(spec)))]
+
 
 class OrbaxTarget:
     """A folder of our own form in the making."""
@@ -128,8 +133,11 @@ class OrbaxTarget:
 
     def write(self, name: str, start: int, rows: np.ndarray) -> None:
         """As `Target` says; a chunk's file appears when it is complete."""
-        store = ts.open(_store(self._folder, self._specs[name]), create=True, open=True).result()
-        store[start : start + len(rows)].write(rows).result()
+        try:
+            store = ts.open(_store(self._folder, self._specs[name]), create=True, open=True).result()
+            store[start : start + len(rows)].write(rows).result()
+        except ValueError as error:  # TensorStore's for everything, a full disk among them
+            raise OSError(str(error)) from error
 
     def finish(self) -> None:
         """Adds Orbax's own files and the configuration."""

@@ -146,6 +146,15 @@ class SafetensorsSource:
                 at += part.shape[0]
         return out
 
+    def files(self, name: str) -> list[Path]:
+        """As `Files` says."""
+        if name in self._tensors:
+            return [self._tensors[name].path]
+        if name.endswith("_input_scale"):
+            return []
+        experts = range(self.specs[name].shape[0])
+        return sorted({self._tensors[key].path for e in experts for key in _parts(name, e)})
+
     def _order_in(self, tensor: Tensor) -> str:
         return self._row_order or tensor.metadata.get(hf_names.ROW_ORDER_KEY, "hf")
 

@@ -1,7 +1,8 @@
 """Parameters on their way from one form to another, in pieces of rows, so that memory never holds a whole layer."""
 
-from collections.abc import Callable, Container, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
 from typing import NamedTuple, Protocol
 
 import jax
@@ -44,6 +45,14 @@ class Source(Protocol):
         Raises:
             UnreadableFile: says which file cannot be read, and why.
         """
+        ...
+
+
+class Files(Source, Protocol):
+    """A source in files."""
+
+    def files(self, name: str) -> list[Path]:
+        """Those that hold a parameter."""
         ...
 
 
@@ -95,7 +104,7 @@ def piece_bytes(specs: Mapping[str, ParamSpec], piece: Piece) -> int:
 
 
 def transfer(
-    source: Source, target: Target, *, done: Container[Piece] = (), record: Callable[[Piece], None] | None = None,
+    source: Source, target: Target, *, done: Collection[Piece] = (), record: Callable[[Piece], None] | None = None,
     progress: Progress | None = None,
 ) -> list[str]:  # fmt: skip
     """Reads every piece that is not `done` and writes it; reading and writing overlap.
@@ -108,35 +117,40 @@ def transfer(
     Returns:
         The problems of unreadable or impossible values; empty if the target is complete.
     """
-    unreadable: list[str] = []
     total = sum(spec.nbytes for spec in source.specs.values())
-    passed = 0
+    passed = sum(piece_bytes(source.specs, piece) for piece in done)
+    unreadable: list[str] = []
+
+    def report() -> None:
+        if progress is not None:
+            progress(passed, total)
 
     def store(piece: Piece, rows: np.ndarray) -> None:
         target.write(piece.name, piece.start, rows)
         if record is not None:
             record(piece)
 
+    report()
     with ThreadPoolExecutor(1) as writer:
         writing: Future[None] | None = None
         for piece in pieces(source.specs):
-            if piece not in done:
-                try:
-                    rows = source.rows(*piece)
-                except UnreadableFile as error:
-                    unreadable.append(str(error))
-                else:
-                    if writing is not None:
-                        writing.result()  # at most one piece waits while the next is read
-                    if not unreadable and not source.problems:
-                        writing = writer.submit(store, piece, rows)
-                    del rows
+            if piece in done:
+                continue
+            rows = None
+            try:
+                rows = source.rows(*piece)
+            except UnreadableFile as error:
+                unreadable.append(str(error))
+            if writing is not None:
+                writing.result()  # at most one piece waits while the next is read
+            if rows is not None and not unreadable and not source.problems:
+                writing = writer.submit(store, piece, rows)
+            del rows
             passed += piece_bytes(source.specs, piece)
-            if progress is not None:
-                progress(passed, total)
+            report()
         if writing is not None:
             writing.result()
-    return list(dict.fromkeys(unreadable)) + source.problems
+    return [*dict.fromkeys(unreadable), *source.problems]
 
 
 class ParamsSource:
