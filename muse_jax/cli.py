@@ -328,11 +328,19 @@ def convert(
         str | None,
         typer.Option(metavar="hf|meta", help="Order of q and k rows in safetensors. Default: as the files say, or hf."),
     ] = None,
+    quantize: Annotated[bool, typer.Option("--quantize", help="bf16 experts become NVFP4.")] = False,
 ) -> None:
     """Convert a checkpoint between our form and safetensors; the same command goes on with a run that was stopped."""
     _look_only()
     with progress_bar(err, "converting", "converted") as progress:
-        made = convert_checkpoint(checkpoint, target, to=to, source_rows=source_rows, progress=progress)  # type: ignore
+        made = convert_checkpoint(
+            checkpoint,
+            target,
+            to=to,  # type: ignore[arg-type]  (it says what is allowed)
+            source_rows=source_rows,  # type: ignore[arg-type]
+            quantize=quantize,
+            progress=progress,
+        )
     facts = {"checkpoint": f"{made.folder}, {made.form}, {size(made.bytes)}"}
     if made.resumed_bytes:
         facts["of earlier runs"] = size(made.resumed_bytes)

@@ -11,6 +11,7 @@ import sys
 import time
 from types import SimpleNamespace
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -508,3 +509,70 @@ def test_command(folders_of, tmp_path):
     assert tree(tmp_path / "back") == tree(folders_of / "orbax")
     failed = command(tmp_path / "meta", tmp_path / "back", code=1)
     assert isinstance(failed.exception, CheckpointError)  # main() prints it
+
+
+# --- quantisation ---------------------------------------------------------------------------------------------------
+
+
+def with_unit_input_scales(params):
+    return {n: jnp.ones_like(a) if n.endswith("_input_scale") else a for n, a in params.items()}
+
+
+def test_quantised_on_the_way(tmp_path, monkeypatch):
+    """As the oracle quantises the same masters, in the layers that the configuration says; also into safetensors."""
+    use_oracle_quantiser(monkeypatch)
+    masters, expected = (weights.random_params(SMALL, 5, quantized=q) for q in (False, True))
+    expected = with_unit_input_scales(expected)
+    weights.save(tmp_path / "masters", SMALL, masters)
+    weights.save(tmp_path / "expected", SMALL, expected)
+    weights.export_hf(tmp_path / "expected hf", SMALL, expected, max_shard_bytes=300_000)
+    for at in (30, 45, 20, 25):  # also between codes and their scales
+        with pytest.MonkeyPatch.context() as patch:
+            stopping(patch, OrbaxTarget, "write", at)
+            with pytest.raises(Stop):
+                convert_checkpoint(tmp_path / "masters", tmp_path / "ours", to="orbax", quantize=True)
+    convert_checkpoint(tmp_path / "masters", tmp_path / "ours", to="orbax", quantize=True)
+    to_hf(tmp_path / "masters", tmp_path / "hf", quantize=True)
+    assert tree(tmp_path / "ours") == tree(tmp_path / "expected")
+    assert tree(tmp_path / "hf") == tree(tmp_path / "expected hf")
+    assert problems_of(tmp_path / "hf", tmp_path / "x", quantize=True) == [
+        "no layer has bf16 experts that are to be NVFP4; leave it out"
+    ]
+
+
+def test_quantised_by_default(tmp_path, monkeypatch):
+    """A plain bf16 checkpoint: all layers but the first and the last. Experts one by one; native arithmetic."""
+    plain = SMALL.replace(expert_formats=("bf16",) * 3)
+    masters = weights.random_params(SMALL, 7)
+    weights.export_hf(tmp_path / "hf", plain, masters)
+    config = json.loads((tmp_path / "hf" / "config.json").read_text())
+    del config["muse_jax"]
+    (tmp_path / "hf" / "config.json").write_text(json.dumps(config))
+
+    def apart(found):
+        for key in [key for key in found if key.endswith(("gate_up_proj", "down_proj"))]:
+            whole, prefix = found.pop(key), key.rpartition(".")[0]
+            for e, w in enumerate(whole):
+                parts = dict(zip(("gate", "up"), np.split(w, 2), strict=True)) if "gate" in key else {"down": w}
+                found |= {f"{prefix}.{e}.{kind}_proj.weight": part.copy() for kind, part in parts.items()}
+
+    rewrite(tmp_path / "hf" / "model.safetensors", apart)
+    done = command(tmp_path / "hf", tmp_path / "m", "--quantize")
+    assert "orbax" in done.stdout
+    found, params = weights.load(tmp_path / "m")
+    assert found.expert_formats == ("bf16", "nvfp4", "bf16")
+    assert same_bytes(params, with_unit_input_scales(weights.random_params(SMALL, 7, quantized=True)))
+
+
+def test_masters_that_are_no_numbers(tmp_path):
+    masters = weights.random_params(SMALL, 7)
+    weights.export_hf(tmp_path / "hf", SMALL, masters)
+    key = LM + "layers.1.mlp.experts.gate_up_proj"
+
+    def damage(found):
+        found[key][[2, 6], 100, 9] = np.inf
+
+    rewrite(tmp_path / "hf" / "model.safetensors", damage)
+    assert problems_of(tmp_path / "hf", tmp_path / "m", quantize=True) == [
+        f"model.safetensors: {key}: expected finite numbers, found 2 other(s), the first one inf at [2, 100, 9]"
+    ]

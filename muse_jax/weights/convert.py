@@ -19,6 +19,7 @@ from muse_jax.weights.folders import ResumableFolder
 from muse_jax.weights.hf_names import ROW_ORDERS, RowOrder
 from muse_jax.weights.names import ParamSpec, nbytes
 from muse_jax.weights.orbax_io import OrbaxTarget
+from muse_jax.weights.quantize import QuantisedSource
 from muse_jax.weights.safetensors_export import MAX_SHARD_BYTES, SafetensorsTarget
 from muse_jax.weights.transfer import Files, Piece, Progress, Target, piece_bytes, pieces, transfer
 
@@ -48,9 +49,10 @@ class Conversion:
 
 def convert_checkpoint(
     source: "str | os.PathLike[str]", target: "str | os.PathLike[str]", *, to: Form | None = None,
-    source_rows: RowOrder | None = None, max_shard_bytes: int = MAX_SHARD_BYTES, progress: Progress | None = None,
+    source_rows: RowOrder | None = None, quantize: bool = False, max_shard_bytes: int = MAX_SHARD_BYTES,
+    progress: Progress | None = None,
 ) -> Conversion:  # fmt: skip
-    """Converts a checkpoint folder between our form and Hugging Face's or Meta's safetensors, byte for byte.
+    """Converts a checkpoint folder between our form and Hugging Face's or Meta's safetensors, losing no bit.
 
     Only pieces of about 128 MiB are in memory. A run that was stopped, however, leaves `.TARGET.partial`; the same call
     goes on with it and ends with the same bytes. Of a source file that has changed since, everything is read again.
@@ -60,19 +62,25 @@ def convert_checkpoint(
         target: the new folder; appears when complete.
         to: the form to make. Default: the other one, "hf" from ours and "orbax" from safetensors.
         source_rows: order of the q_proj and k_proj rows in safetensors files, see `import_hf`.
+        quantize: bf16 experts become NVFP4 by ModelOpt's formula (docs/numerics.md 8), in the layers whose arithmetic
+            is NVFP4 by the configuration, or else in all but the first and the last. Input scales are 1.
         max_shard_bytes: of a safetensors file; a larger tensor has a file to itself.
         progress: called with (bytes done, bytes in all).
 
     Raises:
-        CheckpointError: everything that is wrong with the source (each with file, tensor, expected, found), or the
-            target exists, another process or conversion is at it, or the disk is too small. All that headers and
-            sizes show is found before anything is written, impossible values and changed chunks during the run.
+        CheckpointError: everything that is wrong with the source (each with file, tensor, expected, found), or it has
+            nothing to quantise, the target exists, another process or conversion is at it, or the disk is too small.
+            What headers and sizes show is found before anything is written, impossible values and changed chunks during
+            the run.
+        ValueError: `to` or `source_rows` is none of the allowed words.
     """
     begin = time.monotonic()
     folder, headline = Path(source), f"cannot convert {source}"
     _check_choice("to", to, FORMS)
     _check_choice("source_rows", source_rows, ROW_ORDERS)
     contents, origin = open_source(folder, source_rows)
+    if quantize:
+        origin = QuantisedSource(origin, {})
     to = to or ("orbax" if contents.kind == "safetensors" else "hf")
     plan = {
         "form": to, "source_rows": source_rows, "shards": max_shard_bytes, "config": origin.config.to_hf(),
