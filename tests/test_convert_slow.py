@@ -18,9 +18,12 @@ import time
 import numpy as np
 import pytest
 
+from muse_jax import weights
 from muse_jax.config import MuseSparkConfig
+from muse_jax.mesh import make_mesh
 from muse_jax.weights import parameter_specs
 from muse_jax.weights.names import BF16, E4M3, FP32
+from muse_jax.weights.orbax_io import OrbaxSource, OrbaxTarget
 from muse_jax.weights.safetensors_export import MAX_SHARD_BYTES, SafetensorsTarget
 from muse_jax.weights.transfer import pieces, transfer
 
@@ -95,6 +98,34 @@ def run(*arguments, kill_at=None, journal=None) -> tuple[int, float, int]:
     return process.returncode, time.monotonic() - begin, peak
 
 
+HOST_ONLY = """
+import sys, time, jax
+from muse_jax import weights
+from muse_jax.mesh import make_mesh
+jax.config.update("jax_num_cpu_devices", 8)
+mesh = make_mesh(int(sys.argv[2]))
+# A CPU's device memory is the host's: devices that keep nothing show what loading itself needs there.
+jax.device_put = lambda rows, device: rows.nbytes
+jax.block_until_ready = lambda handles: handles
+jax.make_array_from_single_device_arrays = lambda shape, sharding, handles: sum(handles)
+begin = time.monotonic()
+config, sizes = weights.load(sys.argv[1], mesh)
+seconds = time.monotonic() - begin
+assert all(sizes[n] == s.nbytes * (1 if s.placement == "expert" else mesh.size)
+           for n, s in weights.parameter_specs(config).items())
+peak = next(int(line.split()[1]) * 1024 for line in open("/proc/self/status") if line.startswith("VmHWM"))
+print(seconds, peak)
+"""
+
+
+def loaded(folder, devices) -> tuple[float, int]:
+    """(seconds, peak resident bytes) of loading onto so many devices that have memory of their own."""
+    command = [sys.executable, "-c", HOST_ONLY, folder, str(devices)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    seconds, peak = done.stdout.split()
+    return float(seconds), int(peak)
+
+
 def lines(journal) -> int:
     return journal.read_bytes().count(b"\n") if journal.exists() else 0
 
@@ -143,4 +174,32 @@ def test_released_layers(tmp_path, capfd):
     shutil.rmtree(source)
     assert killed(ours, back, 20, 2, capfd) < LAYER / 4
     assert digests(back) == expected
+    for folder in (ours, back):
+        for devices in (8, 1):
+            seconds, memory = loaded(folder, devices)
+            with capfd.disabled():
+                rate = f"{seconds:.0f} s, {size / seconds / 1e6:.0f} MB/s, peak on the host {memory / GB:.2f} GB"
+                print(f"{folder.name} onto {devices} devices: {rate}")
+            assert memory < 5.5 * GB < size / 4
     assert sorted(p.name for p in tmp_path.iterdir()) == ["back", "ours"]
+
+
+def test_a_released_layer_on_the_mesh(tmp_path):
+    """8 GB really loaded, onto two CPU devices: every byte of every device's rows is the source's."""
+    config = released(1, vocab_size=8192, bos_token_id=0, eos_token_ids=(1,), pad_token_id=None)
+    source = Noise(config)
+    make(OrbaxTarget(tmp_path, config, source.specs), source)
+    found, params = weights.load(tmp_path, make_mesh(2))
+    assert found == config
+    stored = OrbaxSource(weights.read_contents(tmp_path))
+    compared = 0
+    for piece in pieces(source.specs):
+        rows = stored.rows(*piece)
+        for shard in params[piece.name].addressable_shards:
+            first, last, _ = shard.index[0].indices(source.specs[piece.name].shape[0])
+            start, stop = max(first, piece.start), min(last, piece.stop)
+            if start < stop:
+                found_rows = np.asarray(shard.data)[start - first : stop - first].view(np.uint8)
+                assert np.array_equal(found_rows, rows[start - piece.start : stop - piece.start].view(np.uint8)), piece
+                compared += found_rows.nbytes
+    assert compared == sum(spec.nbytes * (2 - (spec.placement == "expert")) for spec in source.specs.values())

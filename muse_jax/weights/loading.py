@@ -1,10 +1,13 @@
-"""Parameters from a source onto a mesh: every device reads its own rows, and no more than its share is on the host."""
+"""Parameters from a source onto a mesh: every device's rows go straight to it, so that the host holds few of them."""
 
+import contextlib
+import threading
+from collections import defaultdict
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
-import numpy as np
 from jax.sharding import Mesh
 
 from muse_jax.errors import CheckpointError
@@ -14,58 +17,84 @@ from muse_jax.weights.safetensors_file import UnreadableFile
 from muse_jax.weights.transfer import Progress, Source
 
 _READERS = 8
+_HOST_BYTES = 4 << 30
 
 
 def load_source(source: Source, mesh: Mesh | None, headline: str, progress: Progress | None = None) -> Params:
     """Reads a source onto a mesh (default: `make_mesh()`), with the shardings of its specs.
 
-    The host holds at most the rows that this process's devices need of two parameters at a time.
+    Rows are read for this process's devices only, once where several devices hold the same. What 8 threads are carrying
+    to the devices is all that the host holds, up to 4 GiB, or one device's rows of one parameter if those are more.
 
     Raises:
         CheckpointError: lists every file that cannot be read and every tensor with impossible values.
     """
     mesh = make_mesh() if mesh is None else check_mesh(mesh)
     total = sum(spec.nbytes for spec in source.specs.values())
-    unreadable: dict[str, None] = {}
+    unreadable: list[str] = []
     params: Params = {}
+    budget = _Budget(_HOST_BYTES)
     done = 0
+
+    def carry(name: str, start: int, stop: int, devices: list[Any]) -> list[jax.Array]:
+        """Reads rows and waits until they are on their devices."""
+        spec = source.specs[name]
+        with budget.hold(spec.nbytes // spec.shape[0] * (stop - start)):
+            try:
+                rows = source.rows(name, start, stop)
+            except UnreadableFile as error:
+                unreadable.append(str(error))
+                return []
+            if unreadable or source.problems:  # look for more problems, but stop filling memory
+                return []
+            return jax.block_until_ready([jax.device_put(rows, device) for device in devices])
+
     if progress is not None:
         progress(done, total)
     with ThreadPoolExecutor(_READERS) as pool:
-        previous = None
+        running = {
+            name: [pool.submit(carry, name, *task) for task in _tasks(spec, mesh)]
+            for name, spec in source.specs.items()
+        }
         for name, spec in source.specs.items():
-            array = _placed(source, spec, mesh, pool, unreadable)
+            shards = [shard for future in running.pop(name) for shard in future.result()]
             done += spec.nbytes
             if progress is not None:
                 progress(done, total)
-            if array is None or unreadable or source.problems:
-                params.clear()  # look for more problems, but stop filling memory
-                continue
-            params[name] = array
-            jax.block_until_ready(previous)  # transfers lag behind by one parameter at most
-            previous = array
-    if problems := [*unreadable, *source.problems]:
-        raise CheckpointError(headline, problems)
+            if unreadable or source.problems:
+                params.clear()
+            else:
+                params[name] = jax.make_array_from_single_device_arrays(spec.shape, spec.sharding(mesh), shards)
+    if unreadable or source.problems:
+        raise CheckpointError(headline, [*sorted({*unreadable}), *source.problems])
     return params
 
 
-def _placed(
-    source: Source, spec: ParamSpec, mesh: Mesh, pool: ThreadPoolExecutor, unreadable: dict[str, None]
-) -> jax.Array | None:
-    """The parameter on the mesh; None if some of its rows cannot be read."""
-    sharding = spec.sharding(mesh)
+class _Budget:
+    """Bytes that threads share; whoever wants more than there are waits, unless nobody has any."""
 
-    def span(index: Any) -> tuple[int, int]:
-        return index[0].indices(spec.shape[0])[:2]
+    def __init__(self, limit: int):
+        self._limit, self._used = limit, 0
+        self._changed = threading.Condition()
 
-    places = sharding.addressable_devices_indices_map(spec.shape)
-    reads = {rows: pool.submit(source.rows, spec.name, *rows) for rows in sorted({*map(span, places.values())})}
-    found: dict[tuple[int, int], np.ndarray] = {}
-    for rows, read in reads.items():
+    @contextlib.contextmanager
+    def hold(self, count: int) -> Iterator[None]:
+        with self._changed:
+            self._changed.wait_for(lambda: not self._used or self._used + count <= self._limit)
+            self._used += count
         try:
-            found[rows] = read.result()
-        except UnreadableFile as error:
-            unreadable[str(error)] = None
-    if len(found) < len(reads) or source.problems:
-        return None
-    return jax.make_array_from_callback(spec.shape, sharding, lambda index: found[span(index)])
+            yield
+        finally:
+            with self._changed:
+                self._used -= count
+                self._changed.notify_all()
+
+
+def _tasks(spec: ParamSpec, mesh: Mesh) -> list[tuple[int, int, list[Any]]]:
+    """(first row, last row + 1, this process's devices that hold them)."""
+    devices: dict[tuple[int, int], list[Any]] = defaultdict(list)
+    for device, index in spec.sharding(mesh).addressable_devices_indices_map(spec.shape).items():
+        assert index is not None
+        start, stop, _ = index[0].indices(spec.shape[0])
+        devices[start, stop].append(device)
+    return [(*rows, holders) for rows, holders in devices.items()]

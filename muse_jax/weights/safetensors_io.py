@@ -117,7 +117,7 @@ class SafetensorsSource:
         """One for each tensor with impossible values among those read, in the order of the table."""
         return [
             f"{self._where(name, min(bad.index for bad in found))}: {describe(name, found)}"
-            for name in self.specs
+            for name in (self.specs if self._bad else ())
             if (found := self._bad.get(name))
         ]
 
