@@ -1,11 +1,13 @@
 """Command line: thin wrappers around the library, for people at a terminal."""
 
+import hashlib
 import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Annotated, NoReturn
 
 import jax
+import numpy as np
 import typer
 from rich.console import Console
 from rich.table import Column, Table
@@ -13,6 +15,7 @@ from rich.text import Text
 from tokenizers import Tokenizer
 
 from muse_jax import decode
+from muse_jax.calibration import calibrate as find_input_scales
 from muse_jax.doctor import diagnose
 from muse_jax.generate import Generation
 from muse_jax.generate import generate as run_generate
@@ -26,6 +29,7 @@ from muse_jax.progress import progress_bar, size
 from muse_jax.sampling import Sampling
 from muse_jax.speculative.dflash_weights import load_draft
 from muse_jax.weights.convert import FORMS, convert_checkpoint
+from muse_jax.weights.quantize import write_input_scales
 from muse_jax.weights.repack import repack
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, help=__doc__)
@@ -36,6 +40,10 @@ Checkpoint = Annotated[Path, typer.Argument(help="Checkpoint folder: ours (Orbax
 Devices = Annotated[
     int | None,
     typer.Option(help="Devices that carry the 8 ranks: 1, 2, 4 or 8. Default: as many as there are; on a CPU 8."),
+]
+SourceRows = Annotated[
+    str | None,
+    typer.Option(metavar="hf|meta", help="Order of q and k rows in safetensors. Default: as the files say, or hf."),
 ]
 Prompt = Annotated[str, typer.Option(help="Text, encoded by the checkpoint's tokenizer.")]
 
@@ -324,11 +332,11 @@ def convert(
             "Default: hf from ours, orbax from safetensors.",
         ),
     ] = None,
-    source_rows: Annotated[
-        str | None,
-        typer.Option(metavar="hf|meta", help="Order of q and k rows in safetensors. Default: as the files say, or hf."),
-    ] = None,
+    source_rows: SourceRows = None,
     quantize: Annotated[bool, typer.Option("--quantize", help="bf16 experts become NVFP4.")] = False,
+    input_scales: Annotated[
+        Path | None, typer.Option(help="File of `calibrate`, for --quantize. Default: input scales of 1.")
+    ] = None,
 ) -> None:
     """Convert a checkpoint between our form and safetensors; the same command goes on with a run that was stopped."""
     _look_only()
@@ -339,6 +347,7 @@ def convert(
             to=to,  # type: ignore[arg-type]  (it says what is allowed)
             source_rows=source_rows,  # type: ignore[arg-type]
             quantize=quantize,
+            input_scales=input_scales,
             progress=progress,
         )
     facts = {"checkpoint": f"{made.folder}, {made.form}, {size(made.bytes)}"}
@@ -348,6 +357,25 @@ def convert(
         left_out = f"{len(made.left_out):,} tensors, {size(sum(made.left_out.values()))}"
         facts["left out"] = f"{left_out}, which the text decoder has no use for (vision, audio, caches' scales)"
     _print_facts(facts)
+
+
+@app.command()
+def calibrate(
+    checkpoint: Checkpoint,
+    text: Annotated[Path, typer.Argument(help="UTF-8 text of the kind that the model is for.")],
+    scales: Annotated[Path, typer.Argument(help="safetensors file to make, for `convert --input-scales`.")],
+    source_rows: SourceRows = None,
+) -> None:
+    """Find input scales for NVFP4 experts: runs a bf16 checkpoint on a text, layer by layer."""
+    _look_only()
+    if scales.exists():
+        raise ValueError(f"{scales} exists already; choose another name, or remove it")
+    sample = text.read_text(encoding="utf-8")
+    with progress_bar(err, "calibrating", "calibrated") as progress:
+        found = find_input_scales(checkpoint, sample, source_rows=source_rows, progress=progress)  # type: ignore[arg-type]
+    write_input_scales(scales, found, {"muse_jax_text_sha256": hashlib.sha256(sample.encode()).hexdigest()})
+    values = np.concatenate([array.reshape(-1) for array in found.values()])
+    _print_facts({"input scales": f"{scales}, {values.size:,} from {values.min():.3g} to {values.max():.3g}"})
 
 
 def main() -> None:

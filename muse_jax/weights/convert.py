@@ -49,7 +49,8 @@ class Conversion:
 
 def convert_checkpoint(
     source: "str | os.PathLike[str]", target: "str | os.PathLike[str]", *, to: Form | None = None,
-    source_rows: RowOrder | None = None, quantize: bool = False, max_shard_bytes: int = MAX_SHARD_BYTES,
+    source_rows: RowOrder | None = None, quantize: bool = False,
+    input_scales: "str | os.PathLike[str] | None" = None, max_shard_bytes: int = MAX_SHARD_BYTES,
     progress: Progress | None = None,
 ) -> Conversion:  # fmt: skip
     """Converts a checkpoint folder between our form and Hugging Face's or Meta's safetensors, losing no bit.
@@ -63,7 +64,8 @@ def convert_checkpoint(
         to: the form to make. Default: the other one, "hf" from ours and "orbax" from safetensors.
         source_rows: order of the q_proj and k_proj rows in safetensors files, see `import_hf`.
         quantize: bf16 experts become NVFP4 by ModelOpt's formula (docs/numerics.md 8), in the layers whose arithmetic
-            is NVFP4 by the configuration, or else in all but the first and the last. Input scales are 1.
+            is NVFP4 by the configuration, or else in all but the first and the last.
+        input_scales: file of input scales for those layers, as `muse-jax calibrate` makes it; without one they are 1.
         max_shard_bytes: of a safetensors file; a larger tensor has a file to itself.
         progress: called with (bytes done, bytes in all).
 
@@ -72,19 +74,23 @@ def convert_checkpoint(
             nothing to quantise, the target exists, another process or conversion is at it, or the disk is too small.
             What headers and sizes show is found before anything is written, impossible values and changed chunks during
             the run.
-        ValueError: `to` or `source_rows` is none of the allowed words.
+        ValueError: `to` or `source_rows` is none of the allowed words, or `input_scales` without `quantize`.
     """
     begin = time.monotonic()
     folder, headline = Path(source), f"cannot convert {source}"
     _check_choice("to", to, FORMS)
     _check_choice("source_rows", source_rows, ROW_ORDERS)
     contents, origin = open_source(folder, source_rows)
+    digest = None
     if quantize:
-        origin = QuantisedSource(origin, {})
+        origin = QuantisedSource(origin, input_scales)
+        digest = None if input_scales is None else hashlib.sha256(Path(input_scales).read_bytes()).hexdigest()
+    elif input_scales is not None:
+        raise ValueError("input_scales: of no use without quantize")
     to = to or ("orbax" if contents.kind == "safetensors" else "hf")
     plan = {
         "form": to, "source_rows": source_rows, "shards": max_shard_bytes, "config": origin.config.to_hf(),
-        "pieces": _digest(origin.specs),
+        "pieces": _digest(origin.specs), "input_scales": digest,
     }  # fmt: skip
     growing = ResumableFolder(target, plan)
     versions = {name: _version(origin, name) for name in origin.specs}

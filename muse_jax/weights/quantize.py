@@ -1,17 +1,21 @@
 """bf16 experts -> NVFP4 on the way from one form to another (docs/numerics.md 8), an expert at a time."""
 
+import os
 import threading
 from collections.abc import Mapping
 from pathlib import Path
 
 import jax
 import numpy as np
+from safetensors.numpy import save_file
 
 from muse_jax.config import MuseSparkConfig
 from muse_jax.config_hf import default_expert_formats
 from muse_jax.errors import CheckpointError
-from muse_jax.weights.names import FP32, ParamSpec, parameter_specs, stored_formats
+from muse_jax.weights.names import FP32, ParamSpec, compare, parameter_specs, stored_formats
+from muse_jax.weights.safetensors_file import UnreadableFile, open_file
 from muse_jax.weights.transfer import Files
+from muse_jax.weights.values import bad_values, describe
 
 _SUFFIXES = ("_input_scale", "_weight_scale_2", "_weight_scale")
 InputScales = Mapping[str, np.ndarray]
@@ -36,13 +40,21 @@ def quantised_config(config: MuseSparkConfig, specs: Mapping[str, ParamSpec]) ->
 class QuantisedSource:
     """A source whose NVFP4 layers hold codes and scales, made of another's masters."""
 
-    def __init__(self, source: Files, input_scales: InputScales):
-        """Quantises all layers that `quantised_config` names; an input scale that is not given is 1."""
+    def __init__(self, source: Files, input_scales: "str | os.PathLike[str] | None"):
+        """Quantises all layers that `quantised_config` names.
+
+        Args:
+            input_scales: file of `write_input_scales`; without one, input scales are 1.
+
+        Raises:
+            CheckpointError: what `quantised_config` and `read_input_scales` say.
+        """
         self.config = quantised_config(source.config, source.specs)
         stored = stored_formats(source.config, {name: spec.dtype for name, spec in source.specs.items()})
         made = ("nvfp4" if "nvfp4" in both else "bf16" for both in zip(self.config.expert_formats, stored, strict=True))
         self.specs = parameter_specs(self.config, tuple(made))
-        self._source, self._input_scales = source, input_scales
+        self._source = source
+        self._input_scales = {} if input_scales is None else read_input_scales(input_scales, self._made())
         self._of = ""
         self._scales: dict[tuple[str, int], np.ndarray] = {}
         """Made along with the codes of parameter `_of`, which come first, and not yet asked for."""
@@ -71,6 +83,9 @@ class QuantisedSource:
                 self._scales.clear()
             return np.stack([self._expert(base, suffix, expert) for expert in range(start, stop)])
 
+    def _made(self) -> dict[str, ParamSpec]:
+        return {name: spec for name, spec in self.specs.items() if not self._unchanged(name)}
+
     def _unchanged(self, name: str) -> bool:
         return self._source.specs.get(name) == self.specs[name]
 
@@ -82,6 +97,34 @@ class QuantisedSource:
         if not suffix:
             self._scales |= {(kind, expert): array for kind, array in made.items()}
         return wanted
+
+
+def write_input_scales(path: "str | os.PathLike[str]", scales: InputScales, about: Mapping[str, str]) -> None:
+    """A safetensors file of input scales; appears when complete. `about` is kept in its metadata."""
+    partial = Path(f"{path}.partial")
+    save_file(dict(scales), partial, metadata={"format": "pt", **about})
+    os.replace(partial, path)
+
+
+def read_input_scales(path: "str | os.PathLike[str]", specs: Mapping[str, ParamSpec]) -> dict[str, np.ndarray]:
+    """What `write_input_scales` wrote, for all input scales among these parameters; others are passed over.
+
+    Raises:
+        CheckpointError: lists every scale that is missing, mis-shaped, or not finite and above 0.
+    """
+    headline = f"cannot use the input scales in {path}"
+    wanted = {name: spec for name, spec in specs.items() if name.endswith("_input_scale")}
+    try:
+        found = {name: tensor for name, tensor in open_file(Path(path)).items() if name in wanted}
+    except UnreadableFile as error:
+        raise CheckpointError(headline, [f"{path}: {error}"]) from error
+    if problems := compare(wanted, found, lambda name: f"{path}: {name}"):
+        raise CheckpointError(headline, problems)
+    scales = {name: tensor.rows(0, tensor.shape[0]) for name, tensor in found.items()}
+    bad = {name: found for name, scale in scales.items() if (found := bad_values(name, scale)) is not None}
+    if bad:
+        raise CheckpointError(headline, [f"{path}: {name}: {describe(name, [found])}" for name, found in bad.items()])
+    return scales
 
 
 def quantise_expert(w: np.ndarray, gate_up: bool) -> dict[str, np.ndarray]:
