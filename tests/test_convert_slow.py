@@ -25,7 +25,7 @@ from muse_jax.weights import parameter_specs
 from muse_jax.weights.checkpoints import open_source
 from muse_jax.weights.names import BF16, E4M3, FP32
 from muse_jax.weights.orbax_io import OrbaxSource, OrbaxTarget
-from muse_jax.weights.quantize import quantise_expert
+from muse_jax.weights.quantize import quantize_expert
 from muse_jax.weights.safetensors_export import MAX_SHARD_BYTES, SafetensorsTarget
 from muse_jax.weights.transfer import pieces, transfer
 
@@ -226,6 +226,6 @@ def test_a_bf16_layer_quantised(tmp_path, capfd):
     for expert in (0, 100, 255):
         for leaf in ("gate_up_proj", "down_proj"):
             name = f"layers.0.mlp.experts.{leaf}"
-            expected = quantise_expert(masters.rows(name, expert, expert + 1)[0], leaf == "gate_up_proj")
+            expected = quantize_expert(masters.rows(name, expert, expert + 1)[0], leaf == "gate_up_proj")
             for suffix, array in expected.items():
                 assert made.rows(name + suffix, expert, expert + 1)[0].tobytes() == array.tobytes()

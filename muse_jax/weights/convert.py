@@ -19,7 +19,7 @@ from muse_jax.weights.folders import ResumableFolder
 from muse_jax.weights.hf_names import ROW_ORDERS, RowOrder
 from muse_jax.weights.names import ParamSpec, nbytes
 from muse_jax.weights.orbax_io import OrbaxTarget
-from muse_jax.weights.quantize import QuantisedSource
+from muse_jax.weights.quantize import QuantizedSource
 from muse_jax.weights.safetensors_export import MAX_SHARD_BYTES, SafetensorsTarget
 from muse_jax.weights.transfer import Files, Piece, Progress, Target, piece_bytes, pieces, transfer
 
@@ -83,7 +83,7 @@ def convert_checkpoint(
     contents, origin = open_source(folder, source_rows)
     digest = None
     if quantize:
-        origin = QuantisedSource(origin, input_scales)
+        origin = QuantizedSource(origin, input_scales)
         digest = None if input_scales is None else hashlib.sha256(Path(input_scales).read_bytes()).hexdigest()
     elif input_scales is not None:
         raise ValueError("input_scales: of no use without quantize")

@@ -22,7 +22,7 @@ InputScales = Mapping[str, np.ndarray]
 """`layers.I.mlp.experts.{gate_up_proj,down_proj}_input_scale` -> fp32 [E, 2] or [E]."""
 
 
-def quantised_config(config: MuseSparkConfig, specs: Mapping[str, ParamSpec]) -> MuseSparkConfig:
+def quantized_config(config: MuseSparkConfig, specs: Mapping[str, ParamSpec]) -> MuseSparkConfig:
     """The model with NVFP4 experts: in the layers that it says, or else in all but the first and the last.
 
     Raises:
@@ -37,19 +37,19 @@ def quantised_config(config: MuseSparkConfig, specs: Mapping[str, ParamSpec]) ->
     return config.replace(expert_formats=formats)
 
 
-class QuantisedSource:
+class QuantizedSource:
     """A source whose NVFP4 layers hold codes and scales, made of another's masters."""
 
     def __init__(self, source: Files, input_scales: "str | os.PathLike[str] | None"):
-        """Quantises all layers that `quantised_config` names.
+        """Quantises all layers that `quantized_config` names.
 
         Args:
             input_scales: file of `write_input_scales`; without one, input scales are 1.
 
         Raises:
-            CheckpointError: what `quantised_config` and `read_input_scales` say.
+            CheckpointError: what `quantized_config` and `read_input_scales` say.
         """
-        self.config = quantised_config(source.config, source.specs)
+        self.config = quantized_config(source.config, source.specs)
         stored = stored_formats(source.config, {name: spec.dtype for name, spec in source.specs.items()})
         made = ("nvfp4" if "nvfp4" in both else "bf16" for both in zip(self.config.expert_formats, stored, strict=True))
         self.specs = parameter_specs(self.config, tuple(made))
@@ -92,7 +92,7 @@ class QuantisedSource:
     def _expert(self, base: str, suffix: str, expert: int) -> np.ndarray:
         if suffix and (kept := self._scales.pop((suffix, expert), None)) is not None:
             return kept
-        made = quantise_expert(self._source.rows(base, expert, expert + 1)[0], base.endswith("gate_up_proj"))
+        made = quantize_expert(self._source.rows(base, expert, expert + 1)[0], base.endswith("gate_up_proj"))
         wanted = made.pop(suffix)
         if not suffix:
             self._scales |= {(kind, expert): array for kind, array in made.items()}
@@ -127,7 +127,7 @@ def read_input_scales(path: "str | os.PathLike[str]", specs: Mapping[str, ParamS
     return scales
 
 
-def quantise_expert(w: np.ndarray, gate_up: bool) -> dict[str, np.ndarray]:
+def quantize_expert(w: np.ndarray, gate_up: bool) -> dict[str, np.ndarray]:
     """bf16 [N, K] -> codes, scales and weight_scale_2 by suffix; gate and up rows are two tensors."""
     from muse_jax.ops import quantize_weight  # native code; only this needs it
 

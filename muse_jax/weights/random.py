@@ -14,7 +14,7 @@ from jax.sharding import Mesh
 from muse_jax.config import MuseSparkConfig
 from muse_jax.mesh import check_mesh, make_mesh
 from muse_jax.weights.names import FP32, Params, ParamSpec, parameter_specs, place
-from muse_jax.weights.quantize import quantise_expert
+from muse_jax.weights.quantize import quantize_expert
 
 _CHUNK = 1 << 20
 # A 64-bit draw holds four uniform 16-bit integers. Their sum (Irwin-Hall) is close to normal, within +-3.46 sigma.
@@ -106,7 +106,7 @@ def _transform(spec: ParamSpec, seed: int) -> Callable[[int, np.ndarray], np.nda
 def _quantise(name: str, masters: np.ndarray, seed: int) -> dict[str, np.ndarray]:
     """bf16 [E, N, K] -> the four NVFP4 arrays of `name`."""
     gate_up = name.endswith(".gate_up_proj")
-    made = [quantise_expert(w, gate_up) for w in masters]
+    made = [quantize_expert(w, gate_up) for w in masters]
     # Activations reach about 10; these scales put their blocks' scales in the middle of e4m3, and differ by expert so
     # that taking the largest matters.
     per_expert = (len(masters), 2) if gate_up else (len(masters),)
