@@ -222,6 +222,18 @@ def test_goes_on_where_it_was(folders_of, tmp_path, target, name):
     assert tree(final) == tree(folders_of / "orbax") and [p.name for p in tmp_path.iterdir()] == ["m"]
 
 
+@pytest.mark.parametrize("left", [("plan.json", "journal.txt"), ("plan.json",), ("journal.txt",), ()])
+def test_stopped_while_it_cleared_up(folders_of, tmp_path, left):
+    with pytest.MonkeyPatch.context() as patch:
+        stopping(patch, folders.shutil, "rmtree", 0)
+        with pytest.raises(Stop):
+            convert_checkpoint(folders_of / "hf", tmp_path / "m")
+    for name in {"plan.json", "journal.txt"} - {*left}:
+        (tmp_path / ".m.partial" / name).unlink()
+    convert_checkpoint(folders_of / "hf", tmp_path / "m")
+    assert tree(tmp_path / "m") == tree(folders_of / "orbax") and [p.name for p in tmp_path.iterdir()] == ["m"]
+
+
 def test_to_safetensors_goes_on_where_it_was(folders_of, tmp_path, monkeypatch):
     final, resumed = tmp_path / "m", []
     for at in (0, 1, 30, 40):

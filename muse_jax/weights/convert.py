@@ -94,10 +94,11 @@ def convert_checkpoint(
     }  # fmt: skip
     growing = ResumableFolder(target, plan)
     versions = {name: _version(origin, name) for name in origin.specs}
-    done = _done(growing.lines(), origin.specs, versions)
+    done = {*pieces(origin.specs)} if growing.complete else _done(growing.lines(), origin.specs, versions)
     resumed = sum(piece_bytes(origin.specs, piece) for piece in done)
     total = sum(spec.nbytes for spec in origin.specs.values())
-    _check_space(growing, total - resumed)
+    if not growing.complete:
+        _check_space(growing, total - resumed)
     try:
         with growing.open():
             if not growing.complete:

@@ -74,15 +74,15 @@ class ResumableFolder:
         self._journal = self.partial / _JOURNAL
         headline = f"cannot write {self.final}"
         plan_file = self.partial / _PLAN
-        self.complete = plan_file.exists() and not self.content.exists() and self.final.exists()
-        """Whether the last run was stopped after it had named the content."""
-        if os.path.lexists(self.final) and not self.complete:
-            raise CheckpointError(headline, ["exists already; choose another name, or remove it"])
-        if plan_file.exists() and plan_file.read_text(encoding="utf-8") != self._plan:
-            hint = "give the same source and options as then, or remove that folder to start anew"
-            raise CheckpointError(headline, [f"{self.partial} was begun as another conversion; {hint}"])
         self.begun = plan_file.exists()
         """Whether there is something to go on with."""
+        self.complete = self.partial.exists() and not self.content.exists() and self.final.exists()
+        """Whether the last run was stopped after it had named the content, while it cleared up."""
+        if os.path.lexists(self.final) and not self.complete:
+            raise CheckpointError(headline, ["exists already; choose another name, or remove it"])
+        if self.begun and plan_file.read_text(encoding="utf-8") != self._plan:
+            hint = "give the same source and options as then, or remove that folder to start anew"
+            raise CheckpointError(headline, [f"{self.partial} was begun as another conversion; {hint}"])
 
     def lines(self) -> list[str]:
         """What the journal has; a line that was cut off does not count."""
@@ -105,7 +105,7 @@ class ResumableFolder:
             except BlockingIOError:
                 reason = f"another process is writing {self.partial}; wait for it, or stop it"
                 raise CheckpointError(f"cannot write {self.final}", [reason]) from None
-            if not self.begun:
+            if not self.begun and not self.complete:
                 partial_plan = self.partial / f"{_PLAN}.new"
                 partial_plan.write_text(self._plan, encoding="utf-8")
                 os.replace(partial_plan, self.partial / _PLAN)
