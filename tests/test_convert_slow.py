@@ -44,6 +44,13 @@ def released(layers: int, **changes) -> MuseSparkConfig:
     )  # fmt: skip
 
 
+@pytest.fixture
+def folder(tmp_path):
+    """Cleared at once: pytest would keep it for three runs."""
+    yield tmp_path
+    shutil.rmtree(tmp_path)
+
+
 class Noise:
     """Random bits that are valid numbers; every piece is another part of one block."""
 
@@ -153,13 +160,13 @@ def killed(source, target, times, seed, capfd, *options):
     return peak
 
 
-def test_released_layers(tmp_path, capfd):
+def test_released_layers(folder, capfd):
     """22 GB: two layers, the whole vocabulary. There and back, killed 20 times each way, in a quarter of a layer."""
     config = released(2)
     specs = parameter_specs(config)
     size = sum(spec.nbytes for spec in specs.values())
     assert size > 20 * GB
-    source, ours, back = tmp_path / "source", tmp_path / "ours", tmp_path / "back"
+    source, ours, back = folder / "source", folder / "ours", folder / "back"
     source.mkdir()
     make(SafetensorsTarget(source, config, specs, MAX_SHARD_BYTES), Noise(config))
     expected = digests(source)
@@ -176,24 +183,24 @@ def test_released_layers(tmp_path, capfd):
     shutil.rmtree(source)
     assert killed(ours, back, 20, 2, capfd) < LAYER / 4
     assert digests(back) == expected
-    for folder in (ours, back):
+    for made in (ours, back):
         for devices in (8, 1):
-            seconds, memory = loaded(folder, devices)
+            seconds, memory = loaded(made, devices)
             with capfd.disabled():
                 rate = f"{seconds:.0f} s, {size / seconds / 1e6:.0f} MB/s, peak on the host {memory / GB:.2f} GB"
-                print(f"{folder.name} onto {devices} devices: {rate}")
+                print(f"{made.name} onto {devices} devices: {rate}")
             assert memory < 5.5 * GB < size / 4
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["back", "ours"]
+    assert sorted(p.name for p in folder.iterdir()) == ["back", "ours"]
 
 
-def test_a_released_layer_on_the_mesh(tmp_path):
+def test_a_released_layer_on_the_mesh(folder):
     """8 GB really loaded, onto two CPU devices: every byte of every device's rows is the source's."""
     config = released(1, vocab_size=8192, bos_token_id=0, eos_token_ids=(1,), pad_token_id=None)
     source = Noise(config)
-    make(OrbaxTarget(tmp_path, config, source.specs), source)
-    found, params = weights.load(tmp_path, make_mesh(2))
+    make(OrbaxTarget(folder, config, source.specs), source)
+    found, params = weights.load(folder, make_mesh(2))
     assert found == config
-    stored = OrbaxSource(weights.read_contents(tmp_path))
+    stored = OrbaxSource(weights.read_contents(folder))
     compared = 0
     for piece in pieces(source.specs):
         rows = stored.rows(*piece)
@@ -207,12 +214,12 @@ def test_a_released_layer_on_the_mesh(tmp_path):
     assert compared == sum(spec.nbytes * (2 - (spec.placement == "expert")) for spec in source.specs.values())
 
 
-def test_a_bf16_layer_quantised(tmp_path, capfd):
+def test_a_bf16_layer_quantised(folder, capfd):
     """26 GB of masters to NVFP4 in a fraction of their memory; three experts made again."""
     config = released(1, vocab_size=8192, bos_token_id=0, eos_token_ids=(1,), pad_token_id=None)
     specs = parameter_specs(config, ("bf16",))
     size = sum(spec.nbytes for spec in specs.values())
-    source, ours = tmp_path / "source", tmp_path / "ours"
+    source, ours = folder / "source", folder / "ours"
     source.mkdir()
     make(SafetensorsTarget(source, config, specs, MAX_SHARD_BYTES), Noise(config, specs))
     code, seconds, memory = run("convert", source, ours, "--quantize")
@@ -221,7 +228,7 @@ def test_a_bf16_layer_quantised(tmp_path, capfd):
         rate = f"{seconds:.0f} s, {size / seconds / 1e6:.0f} MB/s"
         print(f"\n{size / GB:.1f} GB quantised: {rate}, peak {memory / GB:.2f} GB")
     assert memory < 2 * GB < size / 10
-    masters, made = (open_source(folder, None)[1] for folder in (source, ours))
+    masters, made = (open_source(path, None)[1] for path in (source, ours))
     assert made.config == config and made.specs == parameter_specs(config)
     for expert in (0, 100, 255):
         for leaf in ("gate_up_proj", "down_proj"):

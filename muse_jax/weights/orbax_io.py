@@ -1,9 +1,9 @@
 """Our own checkpoint folders: config.json, tokenizer.json and an Orbax checkpoint of the parameters.
 
 `params/` is what Orbax writes with zarr3 arrays and without OCDBT, and what it reads. The arrays are written with
-TensorStore, on which Orbax is built, because Orbax takes whole arrays only. A chunk is a piece (`transfer.pieces`): no
-chunk holds experts of two ranks, and each ends in its CRC-32C, which reading checks. Every byte follows from the
-parameters alone, so that two conversions of the same weights give the same files.
+TensorStore, on which Orbax is built, because Orbax takes whole arrays only. A chunk is a piece (`transfer.pieces`) and
+ends in its CRC-32C, which reading checks. Every byte follows from the parameters alone, so that two conversions of the
+same weights give the same files.
 """
 
 import json
