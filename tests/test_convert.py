@@ -310,6 +310,22 @@ def test_every_device_reads_its_slices_only(folders_of, quantised, monkeypatch, 
     assert steps[0] == (0, total) and steps[-1] == (total, total) and steps == sorted(steps)
 
 
+def test_loading_can_be_interrupted(folders_of, monkeypatch):
+    read = []
+    real = SafetensorsSource.rows
+    monkeypatch.setattr(
+        SafetensorsSource, "rows", lambda self, *a: (read.append(a), time.sleep(0.01), real(self, *a))[2]
+    )
+
+    def progress(done, total):
+        if done:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        weights.load(folders_of / "hf", make_mesh(8), progress=progress)
+    assert 1 <= len(read) < 40  # of 192
+
+
 # --- the command ----------------------------------------------------------------------------------------------------
 
 

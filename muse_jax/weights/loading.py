@@ -51,7 +51,7 @@ def load_source(source: Source, mesh: Mesh | None, headline: str, progress: Prog
 
     if progress is not None:
         progress(done, total)
-    with ThreadPoolExecutor(_READERS) as pool:
+    with _pool() as pool:
         running = {
             name: [pool.submit(carry, name, *task) for task in _tasks(spec, mesh)]
             for name, spec in source.specs.items()
@@ -68,6 +68,16 @@ def load_source(source: Source, mesh: Mesh | None, headline: str, progress: Prog
     if unreadable or source.problems:
         raise CheckpointError(headline, [*sorted({*unreadable}), *source.problems])
     return params
+
+
+@contextlib.contextmanager
+def _pool() -> Iterator[ThreadPoolExecutor]:
+    """Threads that start nothing new once the block is left by an exception, Ctrl-C say."""
+    with ThreadPoolExecutor(_READERS) as pool:
+        try:
+            yield pool
+        finally:
+            pool.shutdown(cancel_futures=True)
 
 
 class _Budget:
