@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 SOURCES := $(shell find ffi -type f) CMakeLists.txt pyproject.toml
 
-.PHONY: demo test lint docs test-gpu gpu-suite test-matrix cuda-archs clean
+.PHONY: demo test test-slow lint docs test-gpu gpu-suite test-matrix cuda-archs clean
 .DELETE_ON_ERROR:
 
 # Editable: Python files are used as they are, and these stamps rebuild the C++ when it changes. The second brings what tests
@@ -39,6 +39,10 @@ lint: $(VENV)/tools
 test: lint
 	$(BIN)/python -m pytest -n 2 --dist loadfile
 
+# Checkpoints of the released shapes: about 50 GB of disk under pytest's temporary folder, half an hour.
+test-slow: $(VENV)/tools
+	$(BIN)/python -m pytest -m slow -s
+
 # Everything on the GPUs at hand, against the CPU's bits; ends with a table.
 test-gpu:
 	@if nvidia-smi --list-gpus >/dev/null 2>&1; then $(MAKE) --no-print-directory gpu-suite; \
@@ -52,7 +56,7 @@ gpu-suite: $(VENV)/tools
 PYTHON312 ?= $(firstword $(wildcard $(HOME)/.pyenv/versions/3.12.*/bin/python) python3.12)
 define matrix
 	test -x .matrix/$(1)/bin/python || $(2) -m venv .matrix/$(1)
-	.matrix/$(1)/bin/python -m pip install --quiet --disable-pip-version-check $(3) --editable ".[test]"
+	.matrix/$(1)/bin/python -m pip install --quiet --disable-pip-version-check $(3) --editable ".[test,docs]"
 	.matrix/$(1)/bin/python -c "import sys, jax; print('Python', sys.version.split()[0], 'jax', jax.__version__)"
 	.matrix/$(1)/bin/python -m pytest -n 2 --dist loadfile
 endef

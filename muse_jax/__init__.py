@@ -11,6 +11,7 @@ from muse_jax.mesh import make_mesh
 from muse_jax.parity import ParityReport, parity
 from muse_jax.sampling import Sampling
 from muse_jax.speculative.dflash_weights import load_draft, random_draft
+from muse_jax.weights import Conversion, convert_checkpoint
 
 __version__ = "0.1.0"
 
@@ -19,6 +20,7 @@ __all__ = [
     "CheckpointError",
     "Chunk",
     "ConfigError",
+    "Conversion",
     "Generation",
     "GenerationStream",
     "Inspection",
@@ -26,6 +28,7 @@ __all__ = [
     "MuseSparkConfig",
     "ParityReport",
     "Sampling",
+    "convert_checkpoint",
     "generate",
     "guarantee",
     "inspect_checkpoint",

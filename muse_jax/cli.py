@@ -1,11 +1,13 @@
 """Command line: thin wrappers around the library, for people at a terminal."""
 
+import hashlib
 import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Annotated, NoReturn
 
 import jax
+import numpy as np
 import typer
 from rich.console import Console
 from rich.table import Column, Table
@@ -13,6 +15,7 @@ from rich.text import Text
 from tokenizers import Tokenizer
 
 from muse_jax import decode
+from muse_jax.calibration import calibrate as find_input_scales
 from muse_jax.doctor import diagnose
 from muse_jax.generate import EVERY, stream
 from muse_jax.generation import Generation
@@ -22,9 +25,12 @@ from muse_jax.language_model import LanguageModel, load
 from muse_jax.mesh import RANKS, make_mesh
 from muse_jax.parity import ParityReport, flip_bit
 from muse_jax.parity import parity as run_parity
+from muse_jax.progress import progress_bar, size
 from muse_jax.sampling import Sampling
 from muse_jax.speculative import DFlashDraft
 from muse_jax.speculative.dflash_weights import load_draft
+from muse_jax.weights.convert import FORMS, convert_checkpoint
+from muse_jax.weights.quantize import write_input_scales
 from muse_jax.weights.repack import repack
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, help=__doc__)
@@ -35,6 +41,10 @@ Checkpoint = Annotated[Path, typer.Argument(help="Checkpoint folder: ours (Orbax
 Devices = Annotated[
     int | None,
     typer.Option(help="Devices that carry the 8 ranks: 1, 2, 4 or 8. Default: as many as there are; on a CPU 8."),
+]
+SourceRows = Annotated[
+    str | None,
+    typer.Option(metavar="hf|meta", help="Order of q and k rows in safetensors. Default: as the files say, or hf."),
 ]
 Prompt = Annotated[str, typer.Option(help="Text, encoded by the checkpoint's tokenizer.")]
 DraftWidth = Annotated[int | None, typer.Option(help="Nodes of its trees. Default: the draft's block.")]
@@ -55,7 +65,9 @@ def _look_only() -> None:
 
 def _load(checkpoint: Path, devices: int | None) -> LanguageModel:
     _prepare_cpu(devices)
-    return load(checkpoint, mesh=make_mesh(devices))
+    mesh = make_mesh(devices)
+    with progress_bar(err, "loading", "loaded") as progress:
+        return load(checkpoint, mesh=mesh, progress=progress)
 
 
 def _encode(model: LanguageModel, prompt: str) -> list[int]:
@@ -254,16 +266,6 @@ def doctor() -> None:
     _exit_with(diagnosis.problems)
 
 
-def _size(count: int) -> str:
-    """Decimal units, as disks and models are measured."""
-    value, unit = float(count), "B"
-    for larger in ("kB", "MB", "GB", "TB"):
-        if abs(value) < 1000:
-            break
-        value, unit = value / 1000, larger
-    return f"{count} B" if unit == "B" else f"{value:.1f} {unit}"
-
-
 def _print_table(table: Table) -> None:
     if out.is_terminal:
         out.print(table)
@@ -288,9 +290,9 @@ def _print_decode_layout(found: Inspection) -> None:
         layer = f"{array.layer_size.per_rank:,}" if array.layer_size and array.layer_size.per_rank else ""
         sizes = (f"{n:,}" if n else "" for n in (array.size.per_rank, array.size.per_device))
         table.add_row(array.name, array.dtype, layers, layer, *sizes)
-    for kind, size in found.layer_weights.items():
+    for kind, layer_size in found.layer_weights.items():
         name = "an NVFP4 layer" if kind == "nvfp4" else "a bf16 layer"
-        table.add_row(name, "", "", f"{size.per_rank:,}", "", f"{size.per_device:,}")
+        table.add_row(name, "", "", f"{layer_size.per_rank:,}", "", f"{layer_size.per_device:,}")
     table.add_row("all", "", "", "", f"{found.weights.per_rank:,}", f"{found.weights.per_device:,}")
     _print_table(table)
 
@@ -300,20 +302,20 @@ def _memory_facts(found: Inspection) -> dict[str, str]:
     caches, fit = found.caches, found.fit
     facts = {
         "KV per rank": f"{caches.token_bytes:,} bytes per token (full layers) and {caches.ring_bytes:,} per sequence "
-        f"(sliding layers); batch {caches.batch}, capacity {caches.capacity:,}: {_size(caches.size.per_rank)}",
+        f"(sliding layers); batch {caches.batch}, capacity {caches.capacity:,}: {size(caches.size.per_rank)}",
     }
     if fit is None:
         return facts | {"fits": "unknown: the devices do not say how much memory they have"}
-    needed = f"{_size(fit.weights)} weights + {_size(fit.caches)} caches on each of {fit.devices} x {fit.kind}"
-    facts["memory"] = f"{_size(fit.available)} for each of {fit.devices} x {fit.kind} ({fit.available_from})"
+    needed = f"{size(fit.weights)} weights + {size(fit.caches)} caches on each of {fit.devices} x {fit.kind}"
+    facts["memory"] = f"{size(fit.available)} for each of {fit.devices} x {fit.kind} ({fit.available_from})"
     if fit.fits:
-        room = f"{_size(fit.left)} left, enough for a capacity of {fit.largest_capacity:,}"
+        room = f"{size(fit.left)} left, enough for a capacity of {fit.largest_capacity:,}"
         facts["fits"] = f"yes: {needed}; {room}"
     else:
         smaller = f"; a capacity of {fit.largest_capacity:,} would fit" if fit.largest_capacity else ""
-        facts["fits"] = f"no: {needed} are {_size(-fit.left)} too much{smaller}"
+        facts["fits"] = f"no: {needed} are {size(-fit.left)} too much{smaller}"
     facts["fits muse_jax.load"] = (
-        f"{'yes' if fit.fits_with_params else 'no'}: it keeps the training layout as well, {_size(fit.params)} more"
+        f"{'yes' if fit.fits_with_params else 'no'}: it keeps the training layout as well, {size(fit.params)} more"
     )
     return facts
 
@@ -334,7 +336,7 @@ def inspect(
     _look_only()
     found = inspect_checkpoint(checkpoint, devices=devices, batch=batch, capacity=capacity)
     kind = "Orbax" if found.kind == "orbax" else "Hugging Face safetensors"
-    held = f"{found.tensors:,} tensors, {_size(found.bytes)}" if found.groups else "tensors unreadable"
+    held = f"{found.tensors:,} tensors, {size(found.bytes)}" if found.groups else "tensors unreadable"
     facts = {"checkpoint": f"{kind}, {held}"}
     _print_facts(facts | ({} if found.model is None else {"model": found.model}))
     if found.groups:
@@ -343,6 +345,64 @@ def inspect(
         _print_decode_layout(found)
         _print_facts(_memory_facts(found))
     _exit_with(found.problems)
+
+
+@app.command()
+def convert(
+    checkpoint: Checkpoint,
+    target: Annotated[Path, typer.Argument(help="Folder to make; it appears when it is complete.")],
+    to: Annotated[
+        str | None,
+        typer.Option(
+            metavar="|".join(FORMS),
+            help="Form to make: ours, or safetensors with q and k rows in Hugging Face's or Meta's order. "
+            "Default: hf from ours, orbax from safetensors.",
+        ),
+    ] = None,
+    source_rows: SourceRows = None,
+    quantize: Annotated[bool, typer.Option("--quantize", help="bf16 experts become NVFP4.")] = False,
+    input_scales: Annotated[
+        Path | None, typer.Option(help="File of `calibrate`, for --quantize. Default: input scales of 1.")
+    ] = None,
+) -> None:
+    """Convert a checkpoint between our form and safetensors; the same command goes on with a run that was stopped."""
+    _look_only()
+    with progress_bar(err, "converting", "converted") as progress:
+        made = convert_checkpoint(
+            checkpoint,
+            target,
+            to=to,  # type: ignore[arg-type]  (it says what is allowed)
+            source_rows=source_rows,  # type: ignore[arg-type]
+            quantize=quantize,
+            input_scales=input_scales,
+            progress=progress,
+        )
+    facts = {"checkpoint": f"{made.folder}, {made.form}, {size(made.bytes)}"}
+    if made.resumed_bytes:
+        facts["of earlier runs"] = size(made.resumed_bytes)
+    if made.left_out:
+        left_out = f"{len(made.left_out):,} tensors, {size(sum(made.left_out.values()))}"
+        facts["left out"] = f"{left_out}, which the text decoder has no use for (vision, audio, caches' scales)"
+    _print_facts(facts)
+
+
+@app.command()
+def calibrate(
+    checkpoint: Checkpoint,
+    text: Annotated[Path, typer.Argument(help="UTF-8 text of the kind that the model is for.")],
+    scales: Annotated[Path, typer.Argument(help="safetensors file to make, for `convert --input-scales`.")],
+    source_rows: SourceRows = None,
+) -> None:
+    """Find input scales for NVFP4 experts: runs a bf16 checkpoint on a text, layer by layer."""
+    _look_only()
+    if scales.exists():
+        raise ValueError(f"{scales} exists already; choose another name, or remove it")
+    sample = text.read_text(encoding="utf-8")
+    with progress_bar(err, "calibrating", "calibrated") as progress:
+        found = find_input_scales(checkpoint, sample, source_rows=source_rows, progress=progress)  # type: ignore[arg-type]
+    write_input_scales(scales, found, {"muse_jax_text_sha256": hashlib.sha256(sample.encode()).hexdigest()})
+    values = np.concatenate([array.reshape(-1) for array in found.values()])
+    _print_facts({"input scales": f"{scales}, {values.size:,} from {values.min():.3g} to {values.max():.3g}"})
 
 
 def main() -> None:

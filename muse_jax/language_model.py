@@ -19,6 +19,7 @@ from muse_jax.model.reference import Reference
 from muse_jax.tokenizer import TOKENIZER_FILE, load_tokenizer
 from muse_jax.weights import load as load_params
 from muse_jax.weights.repack import repack
+from muse_jax.weights.transfer import Progress
 
 
 class LanguageModel:
@@ -110,18 +111,21 @@ class LanguageModel:
         return self._reference.log_probs(self.params, token_ids)
 
 
-def load(path: "str | os.PathLike[str]", *, mesh: Mesh | None = None) -> LanguageModel:
+def load(
+    path: "str | os.PathLike[str]", *, mesh: Mesh | None = None, progress: Progress | None = None
+) -> LanguageModel:
     """Load a checkpoint folder: ours (Orbax) or Hugging Face's (safetensors).
 
     Args:
         path: the folder, with config.json; its tokenizer.json is used where present.
         mesh: 1, 2, 4 or 8 devices; as many as available by default.
+        progress: called with (bytes read, bytes in all) now and then.
 
     Raises:
         CheckpointError: everything that is missing, damaged or of the wrong shape, in one error.
     """
     mesh = make_mesh() if mesh is None else check_mesh(mesh)
     with own_mesh(mesh):
-        config, params = load_params(path, mesh)
+        config, params = load_params(path, mesh, progress=progress)
     has_tokenizer = os.path.exists(os.path.join(path, TOKENIZER_FILE))
     return LanguageModel(config, params, mesh, load_tokenizer(path) if has_tokenizer else None)

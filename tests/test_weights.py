@@ -2,8 +2,8 @@
 
 import json
 import math
-import os
 import pathlib
+import re
 import shutil
 import zlib
 
@@ -12,14 +12,15 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
 from oracle import formats
-from weight_helpers import SMALL, oracle_quantize_weight, same_bytes, use_oracle_quantiser
+from orbax.checkpoint import v1 as ocp
+from weight_helpers import SMALL, oracle_quantize_weight, same_bytes, tree, use_oracle_quantiser
 
 from muse_jax import weights
 from muse_jax.config import MuseSparkConfig
 from muse_jax.errors import CheckpointError
 from muse_jax.mesh import make_mesh
 from muse_jax.tokenizer import byte_tokenizer, load_tokenizer
-from muse_jax.weights import values
+from muse_jax.weights import transfer, values
 from muse_jax.weights.names import BF16, E4M3, FP32, U8, parameter_specs, stored_formats
 
 BF16_LAYERS = ("bf16",) * 3
@@ -175,27 +176,35 @@ def test_seed_range():
 # --- values ---------------------------------------------------------------------------------------------------------
 
 
+def problem_of(name, array):
+    bad = values.bad_values(name, array)
+    return None if bad is None else values.describe(name, [bad])
+
+
 def test_value_problems(monkeypatch):
     monkeypatch.setattr(values, "_CHUNK", 7)  # so that chunk borders matter
     w = np.zeros((4, 5), BF16)
-    assert values.value_problem("w", w) is None
+    assert problem_of("w", w) is None
     w[2, 1], w[3, 3] = np.inf, np.nan
-    assert values.value_problem("w", w) == "expected finite numbers, found 2 other(s), the first one inf at [2, 1]"
+    assert problem_of("w", w) == "expected finite numbers, found 2 other(s), the first one inf at [2, 1]"
+    later, first = values.bad_values("w", w[3:], 3), values.bad_values("w", w[:3])  # in pieces, in whatever order
+    assert later is not None and first is not None
+    assert values.describe("w", [later, first]) == problem_of("w", w)
     scale = np.full((2, 3), 0x7E, np.uint8)
-    assert values.value_problem("x_weight_scale", scale.view(E4M3)) is None
+    assert problem_of("x_weight_scale", scale.view(E4M3)) is None
     scale[1, 0] = 0x81
-    assert values.value_problem("x_weight_scale", scale.view(E4M3)) == (
+    assert problem_of("x_weight_scale", scale.view(E4M3)) == (
         "expected block scales that are neither negative nor NaN, found 1 other(s), "
         "the first one -0.001953125 at [1, 0]"
     )
     scale_2 = np.array([0, -1, np.nan], np.float32)
-    assert values.value_problem("x_weight_scale_2", scale_2) == (
+    assert problem_of("x_weight_scale_2", scale_2) == (
         "expected scales that are finite and not negative, found 2 other(s), the first one -1.0 at [1]"
     )
-    assert values.value_problem("x_input_scale", scale_2[:1]) == (
+    assert problem_of("x_input_scale", scale_2[:1]) == (
         "expected scales that are finite and above 0, found 1 other(s), the first one 0.0 at [0]"
     )
-    assert values.value_problem("codes", np.arange(256, dtype=np.uint8)) is None
+    assert problem_of("codes", np.arange(256, dtype=np.uint8)) is None
 
 
 # --- our own checkpoints --------------------------------------------------------------------------------------------
@@ -236,7 +245,7 @@ def test_nothing_half_written(quantised, tmp_path, monkeypatch):
     def fail(*args, **kwargs):
         raise OSError("disk full")
 
-    monkeypatch.setattr(weights.orbax_io.ocp, "save", fail)
+    monkeypatch.setattr(weights.orbax_io.OrbaxTarget, "write", fail)
     with pytest.raises(OSError, match="disk full"):
         weights.save(tmp_path / "model", SMALL, quantised)
     assert list(tmp_path.iterdir()) == []
@@ -270,34 +279,107 @@ def test_codes_need_the_format(quantised, tmp_path):
     ]
 
 
+HELP = "copy the checkpoint again, or make it anew"
+
+
+def test_orbax_reads_our_form(saved, quantised):
+    """`params/` is an Orbax checkpoint, arrays and metadata."""
+    mesh = make_mesh(8)
+    wanted = {
+        n: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=s.sharding(mesh)) for n, s in parameter_specs(SMALL).items()
+    }
+    found = ocp.load(str(saved / "params"), wanted)
+    assert same_bytes({name: found[name] for name in quantised}, quantised)
+    metadata = ocp.metadata(str(saved / "params")).metadata
+    assert {n: (a.shape, a.dtype) for n, a in metadata.items()} == {n: (a.shape, a.dtype) for n, a in wanted.items()}
+
+
+def test_equal_weights_give_equal_files(saved, quantised, tmp_path):
+    """Whatever mesh they come from; pieces of several sizes, none across two ranks."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(transfer, "PIECE_BYTES", 70_000)
+        patch.setattr(transfer, "_WHOLE_BYTES", 1000)
+        for count in (1, 8):
+            mesh = make_mesh(count)
+            placed = {n: jax.device_put(quantised[n], s.sharding(mesh)) for n, s in parameter_specs(SMALL).items()}
+            weights.save(tmp_path / str(count), SMALL, placed, byte_tokenizer())
+        trees = [tree(tmp_path / "1"), tree(tmp_path / "8")]
+        assert trees[0] == trees[1] and len(trees[0]) > len(tree(saved)) + 30
+        name = "params/state/layers.1.mlp.experts.gate_up_proj/"
+        assert {n for n in trees[0] if n.startswith(name)} == {name + "zarr.json"} | {
+            f"{name}c/{i}/0/0" for i in range(8)
+        }
+        assert name.replace("layers.1", "layers.0") + "c/7/0/0" in trees[0]
+        assert {n for n in trees[0] if "o_proj.weight/c" in n} == {
+            f"params/state/layers.{layer}.self_attn.o_proj.weight/c/{i}/0" for layer in range(3) for i in range(2)
+        }
+        assert same_bytes(weights.load(tmp_path / "8")[1], quantised)
+        found = ocp.load(str(tmp_path / "8" / "params"), {n: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=a.sharding)
+                                                          for n, a in quantised.items()})  # fmt: skip
+        assert same_bytes({name: found[name] for name in quantised}, quantised)
+
+
 def test_every_damaged_file_is_named(copy):
-    """Flip, cut and remove each file of the Orbax checkpoint in turn."""
-    help_text = "copy the checkpoint again, or make it anew"
-    for name, entry in json.loads((copy / "files.json").read_text()).items():
-        file, size = copy / name, entry["bytes"]
-        data = file.read_bytes()
+    """Flip, cut and remove each file of the Orbax checkpoint in turn; of the layers, those of one."""
+    for file in [f for f in (copy / "params").rglob("*") if f.is_file() and not re.search(r"layers\.[02]", str(f))]:
+        data, name = file.read_bytes(), str(file.relative_to(copy))
         file.unlink()
-        assert problems_of(weights.restore, copy) == [f"{name}: missing; {help_text}"]
-        if size:
+        gone = "No such file or directory; check the path and its permissions"
+        assert problems_of(weights.restore, copy) == [
+            f"{name}: {gone}" if file.name == "zarr.json" else f"{name}: missing; {HELP}"
+        ]
+        if data:
             file.write_bytes(data[:-1])
-            assert problems_of(weights.restore, copy, verify=False) == [
-                f"{name}: expected {size} bytes, found {size - 1}; {help_text}"
-            ]
-            file.write_bytes(bytes([*data[: size // 2], data[size // 2] ^ 0x10]) + data[size // 2 + 1 :])
-            assert problems_of(weights.restore, copy) == [
-                f"{name}: its CRC-32 is not {entry['crc32']}: the content has changed; {help_text}"
-            ]
+            (problem,) = problems_of(weights.restore, copy)
+            if "/c/" in name:
+                assert problem == f"{name}: expected {len(data)} bytes, found {len(data) - 1}; {HELP}"
+            elif file.name == "zarr.json":
+                assert problem.startswith(f"{name}: not valid JSON (")
+            else:
+                assert problem == f"{name}: the content has changed; {HELP}"
+            file.write_bytes(bytes([*data[: len(data) // 2], data[len(data) // 2] ^ 0x10]) + data[len(data) // 2 + 1 :])
+            (problem,) = problems_of(weights.restore, copy)
+            if "/c/" in name:
+                assert problem == f"{name}: its CRC-32C differs: the content has changed; {HELP}"
+            elif file.name == "zarr.json":
+                assert name in problem or f"params: {file.parent.name}: expected" in problem
+            else:
+                assert problem == f"{name}: the content has changed; {HELP}"
         file.write_bytes(data)
     weights.restore(copy)
 
 
-def test_damage_that_only_orbax_sees(copy):
-    """files.json made to agree with a broken checkpoint: Orbax's own error is passed on."""
-    shutil.rmtree(copy / "params")
-    (copy / "params").mkdir()
-    (copy / "files.json").write_text("{}")
-    (problem,) = problems_of(weights.restore, copy)
-    assert problem.startswith("params: ") and problem.endswith("; copy the checkpoint again, or make it anew")
+def test_all_damage_at_once(copy):
+    flipped = ("layers.0.self_attn.o_proj.weight/c/0/0", "layers.1.mlp.experts.gate_up_proj/c/0/0/0", "norm.weight/c/0")
+    for name in flipped:
+        file = copy / "params" / "state" / name
+        data = file.read_bytes()
+        file.write_bytes(bytes([data[0] ^ 1]) + data[1:])
+    assert problems_of(weights.restore, copy) == [
+        f"params/state/{name}: its CRC-32C differs: the content has changed; {HELP}" for name in flipped
+    ]
+
+
+def test_arrays_of_another_form(copy):
+    array = copy / "params" / "state" / "norm.weight" / "zarr.json"
+    data = json.loads(array.read_text())
+    for key, value, message in (
+        ("codecs", [{"name": "bytes", "configuration": {"endian": "big"}}], f"{array.relative_to(copy)}: codecs: not "
+         f"as this library writes it; {HELP}"),
+        ("data_type", "surprise", f"{array.relative_to(copy)}: describes no array of ours; {HELP}"),
+        ("shape", 7, f"{array.relative_to(copy)}: describes no array of ours; {HELP}"),
+        ("shape", [127], "params: norm.weight: expected bfloat16 [128], found bfloat16 [127]"),
+        ("data_type", "float32", "params: norm.weight: expected bfloat16 [128], found float32 [128]"),
+    ):  # fmt: skip
+        array.write_text(json.dumps({**data, key: value}))
+        assert problems_of(weights.restore, copy) == [message]
+    array.write_text(json.dumps(data))
+    shutil.copytree(array.parent, array.parent.with_name("extra"))
+    assert problems_of(weights.restore, copy) == ["params: extra: unexpected, found bfloat16 [128]"]
+    shutil.rmtree(copy / "params" / "state")
+    assert problems_of(weights.restore, copy) == [
+        "params/state: missing; not written by this release of muse-jax, make the checkpoint anew"
+    ]
 
 
 def test_other_broken_pieces(copy, tmp_path):
@@ -307,16 +389,6 @@ def test_other_broken_pieces(copy, tmp_path):
     assert problems_of(weights.load, tmp_path / "empty") == [
         "neither our params/ nor any *.safetensors in it; give the folder that holds the model's config.json"
     ]
-    files = (copy / "files.json").read_text()
-    (copy / "files.json").write_text('{"../secret": {"bytes": 1}}')
-    assert problems_of(weights.load, copy) == [
-        "files.json: entry '../secret' is not of a file below params; copy the checkpoint again, or make it anew"
-    ]
-    os.remove(copy / "files.json")
-    assert problems_of(weights.load, copy) == [
-        "files.json: No such file or directory; check the path and its permissions"
-    ]
-    (copy / "files.json").write_text(files)
     (copy / "config.json").write_text(SMALL.replace(vocab_size=72, pad_token_id=71).to_json())
     assert problems_of(weights.load, copy) == [
         "params: embed_tokens.weight: expected bfloat16 [72, 128], found bfloat16 [64, 128]",

@@ -40,3 +40,8 @@ def same_bytes(a, b) -> bool:
         and np.asarray(a[n]).tobytes() == np.asarray(b[n]).tobytes()
         for n in a
     )
+
+
+def tree(folder) -> dict[str, bytes]:
+    """Every file below a folder and its bytes."""
+    return {str(file.relative_to(folder)): file.read_bytes() for file in folder.rglob("*") if file.is_file()}

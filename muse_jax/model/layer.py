@@ -33,15 +33,20 @@ class Layer(nnx.Module):
 
         `taps` receives the branches' taps, `layers.{i}.post_attention_residual` and `.post_feedforward_residual`.
         """
-        # Attention
+        s = self.attend(s, positions, table, taps)
+        y = self.mlp(self.pre_feedforward_layernorm(s), taps)
+        s = self.add_moe(s, y)
+        record(taps, f"layers.{self.layer}.post_feedforward_residual", s)
+        return s
+
+    def attend(self, s: jax.Array, positions: jax.Array, table: jax.Array, taps: Taps | None = None) -> jax.Array:
+        """The attention branch and its gate: stream -> stream."""
         h = self.input_layernorm(s)
         n = self.self_attn(h, positions, table, taps)
         s = self.post_attention_residual_gate(s, n)
         record(taps, f"layers.{self.layer}.post_attention_residual", s)
-        # MoE
-        h = self.pre_feedforward_layernorm(s)
-        y = self.mlp(h, taps)
-        n = self.post_feedforward_layernorm(y)
-        s = self.post_feedforward_residual_gate(s, n)
-        record(taps, f"layers.{self.layer}.post_feedforward_residual", s)
         return s
+
+    def add_moe(self, s: jax.Array, y: jax.Array) -> jax.Array:
+        """The norm and the gate behind the MoE: stream and bf16 y [B, T_local, H] -> stream."""
+        return self.post_feedforward_residual_gate(s, self.post_feedforward_layernorm(y))

@@ -73,7 +73,10 @@ class Experts(nnx.Module):
     def __call__(self, e: jax.Array, experts: jax.Array, weights: jax.Array) -> jax.Array:
         """bf16 rows e [B, T_local, M], experts int32 and weights fp32 [B, T_local, K] -> bf16 x [B, T_local, M]."""
         f = self.exchange(e.reshape(-1, e.shape[-1]), experts.reshape(-1, experts.shape[-1]))
-        f = f.reshape(*experts.shape, e.shape[-1])
+        return self.combine(f.reshape(*experts.shape, e.shape[-1]), experts, weights)
+
+    def combine(self, f: jax.Array, experts: jax.Array, weights: jax.Array) -> jax.Array:
+        """Results bf16 f [..., K, M] of the experts [..., K] -> their weighted sum bf16 x [..., M]."""
         return ops.combine(f, weights, experts, self.post_expert_norm.weight[...], eps=self.post_expert_norm.eps)
 
     def exchange(self, e: jax.Array, experts: jax.Array) -> jax.Array:
@@ -143,13 +146,18 @@ class MoE(nnx.Module):
 
         `taps` receives `layers.{i}.router_experts` int32 and `layers.{i}.router_weights` fp32, [B, T_local, K].
         """
+        # 2 and 3
+        e, experts, weights = self.route(h, taps)
+        # 4 and 5
+        x = self.experts(e, experts, weights)
+        # 6
+        return self.post_expert_proj(x)
+
+    def route(self, h: jax.Array, taps: Taps | None = None) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Steps 2 and 3: bf16 h [..., H] -> what the experts see: bf16 e [..., M], experts and weights [..., K]."""
         # 2
         experts, weights = self.gate(h)
         record(taps, f"layers.{self.layer}.router_experts", experts)
         record(taps, f"layers.{self.layer}.router_weights", weights)
         # 3
-        e = self.pre_expert_norm(self.pre_expert_proj(h))
-        # 4 and 5
-        x = self.experts(e, experts, weights)
-        # 6
-        return self.post_expert_proj(x)
+        return self.pre_expert_norm(self.pre_expert_proj(h)), experts, weights

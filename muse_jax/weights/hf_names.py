@@ -1,8 +1,14 @@
 """Names in Hugging Face checkpoints: prefixes, what the decoder has no use for, and the order of q and k rows."""
 
 import re
+from typing import Literal
 
 import numpy as np
+
+RowOrder = Literal["hf", "meta"]
+"""Of q_proj and k_proj in files: "hf", a head's halves one after the other; "meta", adjacent pairs, as here."""
+ROW_ORDERS: tuple[RowOrder, ...] = ("hf", "meta")
+ROW_ORDER_KEY = "muse_jax_row_order"  # in the metadata of our safetensors files, where it is not "hf"
 
 _PREFIXES = ("model.language_model.", "language_model.model.", "language_model.", "model.")
 
@@ -16,7 +22,7 @@ IGNORED_SUFFIXES = (
 )  # fmt: skip
 
 _PER_EXPERT = re.compile(r"(layers\.\d+\.mlp\.experts\.)(\d+)\.(gate|up|down)_proj\.weight")
-_HALF = 32  # of a head's 64 dimensions
+HEAD, _HALF = 64, 32  # rows of a head of q_proj or k_proj
 
 
 def canonical(key: str) -> str | None:
@@ -45,6 +51,11 @@ def split_expert(name: str) -> tuple[str, int, str] | None:
 def has_rotary_rows(name: str) -> bool:
     """Whether the parameter's rows come in another order in files than here."""
     return name.endswith((".self_attn.q_proj.weight", ".self_attn.k_proj.weight"))
+
+
+def whole_heads(start: int, stop: int) -> tuple[int, int]:
+    """The rows of all heads of which start to stop holds some."""
+    return start // HEAD * HEAD, -(-stop // HEAD) * HEAD
 
 
 def to_adjacent(rows: np.ndarray) -> np.ndarray:

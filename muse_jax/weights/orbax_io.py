@@ -1,35 +1,39 @@
 """Our own checkpoint folders: config.json, tokenizer.json and an Orbax checkpoint of the parameters.
 
-Orbax restores straight onto any mesh, but it returns wrong numbers without a word when a data file has a flipped bit.
-`files.json` therefore holds size and CRC-32 of every file below `params/`.
+`params/` is what Orbax writes with zarr3 arrays and without OCDBT, and what it reads. The arrays are written with
+TensorStore, on which Orbax is built, because Orbax takes whole arrays only. A chunk is a piece (`transfer.pieces`) and
+ends in its CRC-32C, which reading checks. Every byte follows from the parameters alone, so that two conversions of the
+same weights give the same files.
 """
 
 import json
-import logging
-import math
 import os
-import zlib
-from collections.abc import Mapping
+import re
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
+import tensorstore as ts
 from jax.sharding import Mesh
-from orbax.checkpoint import v1 as ocp
 from tokenizers import Tokenizer
 
 from muse_jax import config_hf
 from muse_jax.config import MuseSparkConfig
 from muse_jax.errors import CheckpointError, ConfigError
-from muse_jax.mesh import check_mesh, make_mesh
 from muse_jax.tokenizer import TOKENIZER_FILE
 from muse_jax.weights.contents import Contents
 from muse_jax.weights.folders import new_folder
-from muse_jax.weights.names import Params, check_params, parameter_specs
+from muse_jax.weights.loading import load_source
+from muse_jax.weights.names import Params, ParamSpec, check_params, parameter_specs
+from muse_jax.weights.safetensors_file import UnreadableFile
+from muse_jax.weights.transfer import ParamsSource, Progress, piece_rows, transfer
 
 PARAMS_FOLDER = "params"
-FILES_FILE = "files.json"
-_METADATA_BYTES = 1 << 24  # the files that Orbax's metadata stands in are smaller
+ARRAYS_FOLDER = f"{PARAMS_FOLDER}/state"  # Orbax's name for the one tree of a checkpoint
+_ZARR_FILE = "zarr.json"
+_CRC_BYTES = 4
 _HELP = "copy the checkpoint again, or make it anew"
 
 
@@ -42,6 +46,7 @@ def save(
     Args:
         path: the folder, created.
         params: as in `parameter_specs`, on any mesh; NVFP4 layers may hold codes or bf16 masters.
+        tokenizer: also written, as tokenizer.json.
         overwrite: replace an existing folder.
 
     Raises:
@@ -51,129 +56,226 @@ def save(
     headline = f"cannot save {path}"
     if jax.process_count() > 1:
         raise CheckpointError(headline, ["JAX runs in several processes; save from a single-process run"])
-    _, problems = check_params(config, params)
+    specs, problems = check_params(config, params)
     if problems:
         raise CheckpointError(f"{headline}: the parameters do not fit the configuration", problems)
     with new_folder(path, overwrite) as partial:
-        (partial / config_hf.CONFIG_FILE).write_text(config.to_json(), encoding="utf-8")
         if tokenizer is not None:
             (partial / TOKENIZER_FILE).write_text(tokenizer.to_str(pretty=True), encoding="utf-8")
-        ocp.save(str(partial / PARAMS_FOLDER), dict(params))
-        files = {str(file.relative_to(partial)): _fingerprint(file) for file in _files(partial / PARAMS_FOLDER)}
-        (partial / FILES_FILE).write_text(json.dumps(files, indent=2) + "\n", encoding="utf-8")
+        target = OrbaxTarget(partial, config, specs)
+        transfer(ParamsSource(config, specs, params), target)
+        target.finish()
 
 
 def restore(
-    path: "str | os.PathLike[str]", mesh: Mesh | None = None, *, verify: bool = True
+    path: "str | os.PathLike[str]", mesh: Mesh | None = None, *, progress: Progress | None = None
 ) -> tuple[MuseSparkConfig, Params]:
-    """Reads a folder written by `save` onto a mesh of any size.
+    """Reads a folder written by `save` onto a mesh of any size; every device reads its own slices only.
 
     Args:
         mesh: defaults to `make_mesh()`.
-        verify: compare the files' checksums, which reads them twice. Sizes are compared in any case.
+        progress: called with (bytes read, bytes in all).
 
     Returns:
         (config, params): the saved bytes, with the shardings of `parameter_specs`.
 
     Raises:
-        CheckpointError: lists every file that is missing, truncated or changed; or every parameter that does not fit
+        CheckpointError: lists every file that is missing, truncated or changed, and every parameter that does not fit
             config.json.
     """
     folder = Path(path).absolute()
     headline = f"cannot restore {folder}"
-    mesh = make_mesh() if mesh is None else check_mesh(mesh)
     if not folder.is_dir():
         raise CheckpointError(headline, ["no such folder; check the path"])
-    contents = read_contents(folder, verify=math.inf if verify else 0)
-    config, specs = contents.config, contents.specs
-    if contents.problems or config is None:
+    contents = read_contents(folder)
+    if contents.problems:
         raise CheckpointError(headline, contents.problems)
-    wanted = {n: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=s.sharding(mesh)) for n, s in specs.items()}
-    try:
-        params = ocp.load(str(folder / PARAMS_FOLDER), wanted)
-    except Exception as error:
-        raise CheckpointError(headline, [f"{PARAMS_FOLDER}: {_first_line(error)}; {_HELP}"]) from error
-    return config, {name: params[name] for name in specs}
+    source = OrbaxSource(contents)
+    return source.config, load_source(source, mesh, headline, progress)
 
 
-def read_contents(folder: Path, *, verify: float = _METADATA_BYTES) -> Contents:
-    """What a folder written by `save` holds, by configuration, file sizes and Orbax's metadata.
+def is_ours(folder: Path) -> bool:
+    """Whether a folder was written by `save` (whatever its state)."""
+    return (folder / PARAMS_FOLDER).is_dir()
 
-    Checksums are compared of files of up to `verify` bytes, which are read for it.
-    """
+
+class OrbaxSource:
+    """The parameters of a folder whose contents are in order. Reading checks each chunk's CRC-32C."""
+
+    problems: list[str] = []  # noqa: RUF012  (whatever was saved is valid)
+
+    def __init__(self, contents: Contents):
+        """Opens nothing yet."""
+        assert contents.config is not None and not contents.problems
+        self.config, self.specs = contents.config, contents.specs
+        self._folder = contents.folder
+
+    def rows(self, name: str, start: int, stop: int) -> np.ndarray:
+        """As `Source` says."""
+        try:
+            store = ts.open(_store(self._folder, self.specs[name]), read=True).result()
+            return store[start:stop].read().result()
+        except ValueError as error:  # TensorStore's for everything
+            raise UnreadableFile(_damage(self._folder, self.specs[name], error)) from error
+
+    def files(self, name: str) -> list[Path]:
+        """As `Files` says."""
+        spec = self.specs[name]
+        return [self._folder / _chunk_file(spec, number) for number in range(-(-spec.shape[0] // piece_rows(spec)))]
+
+
+class OrbaxTarget:
+    """A folder of our own form in the making."""
+
+    def __init__(self, folder: Path, config: MuseSparkConfig, specs: Mapping[str, ParamSpec]):
+        """Writes into an existing folder, or goes on with it."""
+        self._folder, self._config, self._specs = folder, config, specs
+
+    def write(self, name: str, start: int, rows: np.ndarray) -> None:
+        """As `Target` says; a chunk's file appears when it is complete."""
+        try:
+            store = ts.open(_store(self._folder, self._specs[name]), create=True, open=True).result()
+            store[start : start + len(rows)].write(rows).result()
+        except ValueError as error:  # TensorStore's for everything, a full disk among them
+            raise OSError(str(error)) from error
+
+    def finish(self) -> None:
+        """Adds Orbax's own files and the configuration."""
+        for name, text in _orbax_files(self._specs).items():
+            (self._folder / name).write_text(text, encoding="utf-8")
+        (self._folder / config_hf.CONFIG_FILE).write_text(self._config.to_json(), encoding="utf-8")
+
+
+def _zarr_metadata(spec: ParamSpec) -> dict[str, Any]:
+    """The zarr.json of a parameter."""
+    code = {"name": "bytes", "configuration": {"endian": "little"}} if spec.dtype.itemsize > 1 else {"name": "bytes"}
+    return {
+        "zarr_format": 3,
+        "node_type": "array",
+        "shape": list(spec.shape),
+        "data_type": spec.dtype.name,
+        "fill_value": 0 if spec.dtype.kind == "u" else 0.0,
+        "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": [piece_rows(spec), *spec.shape[1:]]}},
+        "chunk_key_encoding": {"name": "default"},
+        "codecs": [code, {"name": "crc32c"}],
+    }
+
+
+def _store(folder: Path, spec: ParamSpec) -> dict[str, Any]:
+    """TensorStore's description of a parameter. A chunk that is not there is an error, not zeros."""
+    return {
+        "driver": "zarr3",
+        "kvstore": {"driver": "file", "path": f"{folder / ARRAYS_FOLDER / spec.name}/"},
+        "metadata": _zarr_metadata(spec),
+        "store_data_equal_to_fill_value": True,
+        "fill_missing_data_reads": False,
+    }
+
+
+def _orbax_files(names: Iterable[str]) -> dict[str, str]:
+    """What Orbax itself keeps beside the arrays, by path: which arrays are leaves of the tree, and how they lie."""
+    leaf = {"value_type": "jax.Array", "skip_deserialize": False}
+    tree = {str((n,)): {"key_metadata": [{"key": n, "key_type": 2}], "value_metadata": leaf} for n in names}  # 2: dict
+    metadata = {
+        "tree_metadata": tree, "use_ocdbt": False, "use_zarr3": True, "store_array_data_equal_to_fill_value": True,
+        "custom_metadata": None,
+    }  # fmt: skip
+    return {
+        f"{PARAMS_FOLDER}/_CHECKPOINT_METADATA": json.dumps({"item_handlers": {}}) + "\n",
+        f"{PARAMS_FOLDER}/orbax.checkpoint": "",
+        f"{ARRAYS_FOLDER}/_METADATA": json.dumps(metadata, indent=1) + "\n",
+    }
+
+
+class _Stored:
+    """Shape and dtype that a zarr.json claims."""
+
+    def __init__(self, metadata: Mapping[str, Any]):
+        self.shape = tuple(int(n) for n in metadata["shape"])
+        self.dtype = np.dtype(metadata["data_type"])
+        self.metadata = metadata
+
+
+def read_contents(folder: Path) -> Contents:
+    """What a folder written by `save` holds, by its configuration, the arrays' metadata and the files' sizes."""
     config, problems = None, []
     try:
         config = MuseSparkConfig.from_hf(config_hf.read_json(folder / config_hf.CONFIG_FILE))
     except ConfigError as error:
         problems += [f"{config_hf.CONFIG_FILE}: {problem}" for problem in error.problems]
-    files = _file_problems(folder, verify)
-    problems += files
-    found = {} if files else _metadata(folder, problems)
+    arrays = folder / ARRAYS_FOLDER
+    if not arrays.is_dir():
+        problems.append(f"{ARRAYS_FOLDER}: missing; not written by this release of muse-jax, make the checkpoint anew")
+        specs = {} if config is None else parameter_specs(config)
+        return Contents(folder, "orbax", config, {}, specs, problems)
+    found: dict[str, _Stored] = {}
+    unreadable: set[str] = set()
+    for path in sorted(arrays.iterdir()):
+        if path.is_dir():
+            try:
+                found[path.name] = _Stored(config_hf.read_json(path / _ZARR_FILE))
+            except ConfigError as error:
+                problems += [f"{ARRAYS_FOLDER}/{path.name}/{_ZARR_FILE}: {p}" for p in error.problems]
+                unreadable.add(path.name)
+            except (KeyError, TypeError, ValueError):
+                problems.append(f"{ARRAYS_FOLDER}/{path.name}/{_ZARR_FILE}: describes no array of ours; {_HELP}")
+                unreadable.add(path.name)
     if config is None:
         return Contents(folder, "orbax", None, found, {}, problems)
-    if problems:  # nothing to compare
-        return Contents(folder, "orbax", config, found, parameter_specs(config), problems)
     specs, differing = check_params(config, found)
-    return Contents(folder, "orbax", config, found, specs, [f"{PARAMS_FOLDER}: {problem}" for problem in differing])
+    problems += [f"{PARAMS_FOLDER}: {p}" for p in differing if p.partition(":")[0] not in unreadable]
+    for name, spec in specs.items():
+        stored = found.get(name)
+        if stored is not None and (stored.shape, stored.dtype) == (spec.shape, spec.dtype):
+            problems += _chunk_problems(folder, spec, stored)
+    problems += _metadata_problems(folder, specs)
+    return Contents(folder, "orbax", config, {n: found[n] for n in (*specs, *found) if n in found}, specs, problems)
 
 
-def _metadata(folder: Path, problems: list[str]) -> Mapping[str, Any]:
-    """Name -> shape and dtype, as Orbax knows them; why there are none is added to the problems."""
-    absl = logging.getLogger("absl")  # Orbax's; what it would warn of is returned as a problem
-    level = absl.level
-    absl.setLevel(logging.CRITICAL)
-    try:
-        found = ocp.metadata(str(folder.absolute() / PARAMS_FOLDER)).metadata
-    except Exception as error:  # Orbax has no common base class for what a damaged checkpoint raises
-        problems.append(f"{PARAMS_FOLDER}: {_first_line(error)}; {_HELP}")
-        return {}
-    finally:
-        absl.setLevel(level)
-    if not isinstance(found, Mapping):  # Orbax's answer to some kinds of damage
-        problems.append(f"{PARAMS_FOLDER}: Orbax cannot read what it holds; {_HELP}")
-        return {}
-    strange = [name for name, array in found.items() if not hasattr(array, "shape") or not hasattr(array, "dtype")]
-    problems += [f"{PARAMS_FOLDER}: {name}: expected an array, found something else; {_HELP}" for name in strange]
-    return {name: array for name, array in found.items() if name not in strange}
-
-
-def is_ours(folder: Path) -> bool:
-    """Whether a folder was written by `save` (whatever its state)."""
-    return (folder / PARAMS_FOLDER).is_dir() or (folder / FILES_FILE).is_file()
-
-
-def _first_line(error: Exception) -> str:
-    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]}"
-
-
-def _files(folder: Path) -> list[Path]:
-    return sorted(file for file in folder.rglob("*") if file.is_file())
-
-
-def _fingerprint(file: Path) -> dict[str, int | str]:
-    crc, size = 0, 0
-    with file.open("rb") as stream:
-        while chunk := stream.read(1 << 24):
-            crc, size = zlib.crc32(chunk, crc), size + len(chunk)
-    return {"bytes": size, "crc32": f"{crc:08x}"}
-
-
-def _file_problems(folder: Path, verify: float) -> list[str]:
-    """Sizes of all files below `params/`, checksums of those of up to `verify` bytes."""
-    try:
-        expected = config_hf.read_json(folder / FILES_FILE)
-    except ConfigError as error:
-        return [f"{FILES_FILE}: {problem}" for problem in error.problems]
+def _chunk_problems(folder: Path, spec: ParamSpec, stored: _Stored) -> list[str]:
+    """Of the files of an array that has the right shape and dtype."""
+    array = f"{ARRAYS_FOLDER}/{spec.name}"
+    expected = _zarr_metadata(spec)
+    if stored.metadata != expected:
+        keys = [key for key in {*expected, *stored.metadata} if expected.get(key) != stored.metadata.get(key)]
+        return [f"{array}/{_ZARR_FILE}: {', '.join(sorted(keys))}: not as this library writes it; {_HELP}"]
+    rows = piece_rows(spec)
+    size = spec.nbytes // spec.shape[0] * rows + _CRC_BYTES  # the last one is filled up
     problems = []
-    for name, entry in expected.items():
-        if not isinstance(entry, dict) or ".." in Path(name).parts or Path(name).is_absolute():
-            problems.append(f"{FILES_FILE}: entry {name!r} is not of a file below {PARAMS_FOLDER}; {_HELP}")
-            continue
-        file = folder / name
-        if not file.is_file():
+    for number in range(-(-spec.shape[0] // rows)):
+        name = _chunk_file(spec, number)
+        try:
+            real = os.stat(folder / name).st_size
+        except OSError:
             problems.append(f"{name}: missing; {_HELP}")
-        elif file.stat().st_size != entry.get("bytes"):
-            problems.append(f"{name}: expected {entry.get('bytes')} bytes, found {file.stat().st_size}; {_HELP}")
-        elif file.stat().st_size <= verify and _fingerprint(file) != entry:
-            problems.append(f"{name}: its CRC-32 is not {entry.get('crc32')}: the content has changed; {_HELP}")
+            continue
+        if real != size:
+            problems.append(f"{name}: expected {size} bytes, found {real}; {_HELP}")
     return problems
+
+
+def _chunk_file(spec: ParamSpec, number: int) -> str:
+    return "/".join([ARRAYS_FOLDER, spec.name, "c", str(number), *("0" for _ in spec.shape[1:])])
+
+
+def _metadata_problems(folder: Path, specs: Mapping[str, ParamSpec]) -> list[str]:
+    """Of the files that only Orbax reads: nothing here needs them, but whoever uses Orbax does."""
+    problems = []
+    for name, text in _orbax_files(specs).items():
+        try:
+            found = (folder / name).read_bytes()
+        except OSError:
+            problems.append(f"{name}: missing; {_HELP}")
+            continue
+        if found != text.encode():
+            problems.append(f"{name}: the content has changed; {_HELP}")
+    return problems
+
+
+def _damage(folder: Path, spec: ParamSpec, error: Exception) -> str:
+    """What TensorStore says about a file, for a person."""
+    text = str(error)
+    where = re.search(re.escape(f"{folder}/") + r'([^"]+)', text)
+    file = where[1] if where else f"{ARRAYS_FOLDER}/{spec.name}"
+    reason = "its CRC-32C differs: the content has changed" if "Digest mismatch" in text else text.splitlines()[0][:200]
+    return f"{file}: {reason}; {_HELP}"

@@ -8,13 +8,13 @@ import math
 import zlib
 from collections.abc import Callable, Iterator
 
-import jax
 import numpy as np
 from jax.sharding import Mesh
 
 from muse_jax.config import MuseSparkConfig
 from muse_jax.mesh import check_mesh, make_mesh
 from muse_jax.weights.names import FP32, Params, ParamSpec, parameter_specs, place
+from muse_jax.weights.quantize import quantize_expert
 
 _CHUNK = 1 << 20
 # A 64-bit draw holds four uniform 16-bit integers. Their sum (Irwin-Hall) is close to normal, within +-3.46 sigma.
@@ -105,19 +105,13 @@ def _transform(spec: ParamSpec, seed: int) -> Callable[[int, np.ndarray], np.nda
 
 def _quantise(name: str, masters: np.ndarray, seed: int) -> dict[str, np.ndarray]:
     """bf16 [E, N, K] -> the four NVFP4 arrays of `name`."""
-    from muse_jax.ops import quantize_weight  # native code; only quantized weights need it
-
-    experts, n, k = masters.shape
-    halves = 2 if name.endswith(".gate_up_proj") else 1
-    made = quantize_weight(jax.numpy.asarray(masters.reshape(experts * halves, n // halves, k)))
-    codes, scales, scale_2 = (np.asarray(array) for array in made)
-    per_expert = (experts, halves) if halves == 2 else (experts,)
+    gate_up = name.endswith(".gate_up_proj")
+    made = [quantize_expert(w, gate_up) for w in masters]
     # Activations reach about 10; these scales put their blocks' scales in the middle of e4m3, and differ by expert so
     # that taking the largest matters.
-    draws = np.concatenate([d for _, d in _draws(name + "_input_scale", seed, experts * halves)])
+    per_expert = (len(masters), 2) if gate_up else (len(masters),)
+    draws = np.concatenate([d for _, d in _draws(name + "_input_scale", seed, math.prod(per_expert))])
     return {
-        name: codes.reshape(experts, n, k // 2),
-        name + "_weight_scale": scales.reshape(experts, n, k // 16),
-        name + "_weight_scale_2": scale_2.reshape(per_expert),
+        **{name + suffix: np.stack([expert[suffix] for expert in made]) for suffix in made[0]},
         name + "_input_scale": ((16 + draws % 16) / 2048).astype(FP32).reshape(per_expert),
     }

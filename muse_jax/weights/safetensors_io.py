@@ -1,54 +1,47 @@
-"""Hugging Face checkpoint folders: import and export, byte for byte."""
+"""Hugging Face checkpoint folders, read byte for byte."""
 
-import json
 import os
-import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
-import jax
 import numpy as np
 from jax.sharding import Mesh
-from safetensors.numpy import save_file
-from tokenizers import Tokenizer
 
 from muse_jax import config_hf
 from muse_jax.config import MuseSparkConfig
 from muse_jax.errors import CheckpointError, ConfigError
-from muse_jax.mesh import check_mesh, make_mesh
-from muse_jax.tokenizer import TOKENIZER_FILE
 from muse_jax.weights import hf_names
 from muse_jax.weights.contents import Contents
-from muse_jax.weights.folders import new_folder
-from muse_jax.weights.names import (
-    BF16,
-    FP32,
-    Params,
-    ParamSpec,
-    check_params,
-    compare,
-    parameter_specs,
-    place,
-    stored_formats,
-)  # fmt: skip
+from muse_jax.weights.hf_names import RowOrder
+from muse_jax.weights.loading import load_source
+from muse_jax.weights.names import BF16, Params, ParamSpec, compare, parameter_specs, stored_formats
 from muse_jax.weights.safetensors_file import Tensor, UnreadableFile, open_file
-from muse_jax.weights.values import value_problem
+from muse_jax.weights.transfer import Progress
+from muse_jax.weights.values import BadValues, bad_values, describe
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 
 
-def import_hf(folder: "str | os.PathLike[str]", mesh: Mesh | None = None) -> tuple[MuseSparkConfig, Params]:
-    """Reads a Hugging Face folder (config.json and safetensors) onto a mesh.
+def import_hf(
+    folder: "str | os.PathLike[str]", mesh: Mesh | None = None, *, row_order: RowOrder | None = None,
+    progress: Progress | None = None,
+) -> tuple[MuseSparkConfig, Params]:  # fmt: skip
+    """Reads a Hugging Face folder (config.json and safetensors) onto a mesh; every device reads its own slices only.
 
     Accepts the released names with or without `model.language_model.`, one file or an index with shards, stacked
     experts or bf16 `experts.N.{gate,up,down}_proj.weight`, and passes over the omni model's other parts. Rows of q_proj
     and k_proj come out in adjacent-pair order. Which layers are NVFP4 is decided by the dtype of their weights; bf16
     weights in a layer that our own export calls NVFP4 are masters. Absent `*_input_scale` become 1.
 
+    Args:
+        mesh: defaults to `make_mesh()`.
+        row_order: of the files' q_proj and k_proj: "hf" (split halves) or "meta" (adjacent pairs). Default: what the
+            files say about themselves, as our own exports do, or else "hf".
+        progress: called with (bytes read, bytes in all).
+
     Returns:
-        (config, params): params as in `parameter_specs`, with its shardings; `mesh` defaults to `make_mesh()`.
+        (config, params): params as in `parameter_specs`, with its shardings.
 
     Raises:
         CheckpointError: lists everything that the configuration and the files' headers show to be wrong (each with
@@ -57,27 +50,14 @@ def import_hf(folder: "str | os.PathLike[str]", mesh: Mesh | None = None) -> tup
     """
     folder = Path(folder)
     headline = f"cannot import {folder}"
-    mesh = make_mesh() if mesh is None else check_mesh(mesh)
-    contents = read_contents(folder)
-    config, specs, found = contents.config, contents.specs, contents.tensors
-    if contents.problems or config is None:
+    contents = read_contents(folder, row_order)
+    if contents.problems:
         raise CheckpointError(headline, contents.problems)
-
-    problems: list[str] = []
-    params: Params = {}
-    for name, spec in specs.items():
-        parts = _parts(config, name, found)
-        for part in parts:
-            if (bad := value_problem(name, found[part].read())) is not None:
-                problems.append(f"{_where(found[part])}: {bad}")
-        if not problems:  # keep looking for problems, but stop filling memory
-            params[name] = place(spec, _assemble(spec, parts, found), mesh)
-    if problems:
-        raise CheckpointError(headline, problems)
-    return config, params
+    source = SafetensorsSource(contents, row_order)
+    return source.config, load_source(source, mesh, headline, progress)
 
 
-def read_contents(folder: Path) -> Contents:
+def read_contents(folder: Path, row_order: RowOrder | None = None) -> Contents:
     """What the folder holds, by configuration and headers; see `import_hf` for what is accepted."""
     try:
         raw = config_hf.read_folder(folder)
@@ -104,7 +84,85 @@ def read_contents(folder: Path) -> Contents:
     if not files.nothing_to_compare:
         in_files = _specs_in_files(config, specs, found)
         problems += compare({n: s for n, s in in_files.items() if n not in files.lost}, found, files.where)
+    problems += _row_order_problems(found, row_order)
     return Contents(folder, "safetensors", config, found, specs, problems, files.passed_over)
+
+
+def _row_order_problems(found: Mapping[str, Tensor], row_order: RowOrder | None) -> list[str]:
+    """Where a file says another order of its q and k rows than the caller, or one that we do not know."""
+    allowed = hf_names.ROW_ORDERS if row_order is None else (row_order,)
+    problems = []
+    for file, recorded in {t.path.name: t.metadata.get(hf_names.ROW_ORDER_KEY) for t in found.values()}.items():
+        if recorded is not None and recorded not in allowed:
+            problems.append(
+                f"{file}: its {hf_names.ROW_ORDER_KEY} is {recorded!r}, expected {' or '.join(map(repr, allowed))}; "
+                "leave the order of the rows to the file"
+            )
+    return problems
+
+
+class SafetensorsSource:
+    """The parameters of a folder whose contents are in order; looks at all values that it reads."""
+
+    def __init__(self, contents: Contents, row_order: RowOrder | None = None):
+        """`row_order` as in `import_hf`."""
+        assert contents.config is not None and not contents.problems
+        self.config, self.specs = contents.config, contents.specs
+        self._tensors: Mapping[str, Tensor] = contents.tensors
+        self._row_order = row_order
+        self._bad: dict[str, list[BadValues]] = {}
+
+    @property
+    def problems(self) -> list[str]:
+        """One for each tensor with impossible values among those read, in the order of the table."""
+        return [
+            f"{self._where(name, min(bad.index for bad in found))}: {describe(name, found)}"
+            for name in (self.specs if self._bad else ())
+            if (found := self._bad.get(name))
+        ]
+
+    def rows(self, name: str, start: int, stop: int) -> np.ndarray:
+        """As `Source` says, with q and k rows in adjacent pairs and experts stacked."""
+        tensor = self._tensors.get(name)
+        swap = tensor is not None and hf_names.has_rotary_rows(name) and self._order_in(tensor) == "hf"
+        first, last = hf_names.whole_heads(start, stop) if swap else (start, stop)
+        rows = self._stacked(name, first, last) if tensor is None else tensor.rows(first, last)
+        if (bad := bad_values(name, rows, first)) is not None:
+            self._bad.setdefault(name, []).append(bad)
+        return hf_names.to_adjacent(rows)[start - first : stop - first] if swap else rows
+
+    def _stacked(self, name: str, start: int, stop: int) -> np.ndarray:
+        """Experts that the files have one by one, or input scales that they lack."""
+        spec = self.specs[name]
+        out = np.empty((stop - start, *spec.shape[1:]), spec.dtype)
+        if name.endswith("_input_scale"):
+            out[...] = 1
+            return out
+        for expert, row in zip(range(start, stop), out, strict=True):
+            at = 0
+            for key in _parts(name, expert):
+                part = self._tensors[key]
+                row[at : at + part.shape[0]] = part.rows(0, part.shape[0])
+                at += part.shape[0]
+        return out
+
+    def files(self, name: str) -> list[Path]:
+        """As `Files` says."""
+        if name in self._tensors:
+            return [self._tensors[name].path]
+        if name.endswith("_input_scale"):
+            return []
+        experts = range(self.specs[name].shape[0])
+        return sorted({self._tensors[key].path for e in experts for key in _parts(name, e)})
+
+    def _order_in(self, tensor: Tensor) -> str:
+        return self._row_order or tensor.metadata.get(hf_names.ROW_ORDER_KEY, "hf")
+
+    def _where(self, name: str, index: Sequence[int]) -> str:
+        if (tensor := self._tensors.get(name)) is None:
+            parts = _parts(name, index[0])
+            tensor = self._tensors[parts[index[1] * len(parts) // self.specs[name].shape[1]]]
+        return _where(tensor)
 
 
 class _Files:
@@ -208,90 +266,8 @@ def _specs_in_files(
     return result
 
 
-def _parts(config: MuseSparkConfig, name: str, found: Mapping[str, Tensor]) -> list[str]:
-    """The tensors of the files that make up parameter `name`, in order; none for an absent input scale."""
-    if name in found:
-        return [name]
-    if name.endswith("_input_scale"):
-        return []
+def _parts(name: str, expert: int) -> list[str]:
+    """The files' tensors that make up one expert of a stacked parameter, in order."""
     prefix, _, leaf = name.rpartition(".")
     kinds = ("gate", "up") if leaf == "gate_up_proj" else ("down",)
-    return [f"{prefix}.{e}.{kind}_proj.weight" for e in range(config.num_local_experts) for kind in kinds]
-
-
-def _assemble(spec: ParamSpec, parts: list[str], found: Mapping[str, Tensor]) -> np.ndarray:
-    """A fresh host array. Never a view of the file: JAX may keep host memory, and files can change."""
-    if not parts:
-        return np.ones(spec.shape, FP32)
-    if len(parts) > 1:
-        out = np.empty(spec.shape, spec.dtype)
-        rows = out.reshape(len(parts), *found[parts[0]].shape)
-        for row, part in zip(rows, parts, strict=True):
-            row[...] = found[part].read()
-        return out
-    array = found[parts[0]].read()
-    if hf_names.has_rotary_rows(spec.name):
-        array = hf_names.to_adjacent(array)
-    return np.array(array, order="C")
-
-
-def export_hf(
-    folder: "str | os.PathLike[str]", config: MuseSparkConfig, params: Mapping[str, jax.Array],
-    tokenizer: Tokenizer | None = None, *, max_shard_bytes: int = 5 << 30, overwrite: bool = False,
-) -> None:  # fmt: skip
-    """Writes a Hugging Face folder that `import_hf` reads back byte for byte.
-
-    Args:
-        folder: created; appears only when complete.
-        params: as in `parameter_specs`; layers may hold NVFP4 codes or bf16.
-        tokenizer: also written, as tokenizer.json.
-        max_shard_bytes: above this, the tensors are spread over several files with an index.
-        overwrite: replace an existing folder.
-
-    Raises:
-        CheckpointError: `params` is not a complete set for `config`, or the folder exists.
-    """
-    specs, problems = check_params(config, params)
-    if problems:
-        raise CheckpointError(f"cannot export to {folder}: the parameters do not fit the configuration", problems)
-    settings = config.to_hf()
-    stored = stored_formats(config, {name: array.dtype for name, array in params.items()})
-    if "nvfp4" in stored:
-        settings["quantization_config"] = config_hf.nvfp4_section(stored)
-    with new_folder(folder, overwrite) as partial:
-        (partial / config_hf.CONFIG_FILE).write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
-        if tokenizer is not None:
-            (partial / TOKENIZER_FILE).write_text(tokenizer.to_str(pretty=True), encoding="utf-8")
-        _write_shards(partial, _shards(specs, max_shard_bytes), params)
-
-
-def _shards(specs: Mapping[str, ParamSpec], limit: int) -> list[list[str]]:
-    shards: list[list[str]] = [[]]
-    size = 0
-    for name, spec in specs.items():
-        if shards[-1] and size + spec.nbytes > limit:
-            shards.append([])
-            size = 0
-        shards[-1].append(name)
-        size += spec.nbytes
-    return shards
-
-
-def _write_shards(folder: Path, shards: list[list[str]], params: Mapping[str, Any]) -> None:
-    weight_map: dict[str, str] = {}
-    total = 0
-    for number, names in enumerate(shards, start=1):
-        file = SINGLE_FILE if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-        tensors: dict[str, np.ndarray] = {}
-        for name in names:
-            array = np.asarray(params[name])
-            if hf_names.has_rotary_rows(name):
-                array = hf_names.to_split_halves(array)
-            tensors[hf_names.hf_key(name)] = np.ascontiguousarray(array)
-            weight_map[hf_names.hf_key(name)] = file
-            total += array.nbytes
-        save_file(tensors, folder / file, metadata={"format": "pt"})
-        shutil.copymode(folder / config_hf.CONFIG_FILE, folder / file)  # the library writes for the owner only
-    if len(shards) > 1:
-        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-        (folder / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+    return [f"{prefix}.{expert}.{kind}_proj.weight" for kind in kinds]

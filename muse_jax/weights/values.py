@@ -1,5 +1,8 @@
 """What the numbers of a weight may be: finite, and scales positive. Anything else is damage or another format."""
 
+import dataclasses
+from collections.abc import Iterable
+
 import numpy as np
 
 from muse_jax.weights.names import BF16, E4M3, FP32
@@ -7,8 +10,35 @@ from muse_jax.weights.names import BF16, E4M3, FP32
 _CHUNK = 1 << 24  # elements looked at in one go: bounds the memory that the comparison needs
 
 
-def value_problem(name: str, array: np.ndarray) -> str | None:
-    """Why the values of parameter `name` cannot be used, or None. `array` has the dtype of the table of names."""
+@dataclasses.dataclass(frozen=True)
+class BadValues:
+    """Numbers that cannot be a weight's, in some rows of it."""
+
+    count: int
+    index: tuple[int, ...]
+    """Of the first one, in the whole array."""
+    value: str
+    """The first one."""
+
+
+def bad_values(name: str, rows: np.ndarray, start: int = 0) -> BadValues | None:
+    """Those in `rows`, which begin at row `start` of parameter `name` and have the dtype of the table of names."""
+    flat = rows.reshape(-1)
+    count, first = 0, -1
+    for begin in range(0, flat.size, _CHUNK):
+        bad = _bad(name, flat[begin : begin + _CHUNK])
+        here = int(np.count_nonzero(bad))
+        if here and not count:
+            first = begin + int(np.argmax(bad))
+        count += here
+    if not count:
+        return None
+    index = [int(i) for i in np.unravel_index(first, rows.shape)]
+    return BadValues(count, (index[0] + start, *index[1:]), f"{flat[first]}")
+
+
+def describe(name: str, found: Iterable[BadValues]) -> str:
+    """One problem of all that was found in a parameter."""
     if name.endswith("_weight_scale"):
         expected = "block scales that are neither negative nor NaN"
     elif name.endswith("_weight_scale_2"):
@@ -17,18 +47,9 @@ def value_problem(name: str, array: np.ndarray) -> str | None:
         expected = "scales that are finite and above 0"
     else:
         expected = "finite numbers"
-    flat = array.reshape(-1)
-    count, first = 0, -1
-    for start in range(0, flat.size, _CHUNK):
-        bad = _bad(name, flat[start : start + _CHUNK])
-        here = int(np.count_nonzero(bad))
-        if here and not count:
-            first = start + int(np.argmax(bad))
-        count += here
-    if not count:
-        return None
-    index = [int(i) for i in np.unravel_index(first, array.shape)]
-    return f"expected {expected}, found {count} other(s), the first one {flat[first]} at {index}"
+    found = sorted(found, key=lambda bad: bad.index)
+    count, first = sum(bad.count for bad in found), found[0]
+    return f"expected {expected}, found {count} other(s), the first one {first.value} at {list(first.index)}"
 
 
 def _bad(name: str, chunk: np.ndarray) -> np.ndarray:
