@@ -39,7 +39,7 @@ lint: $(VENV)/tools
 test: lint
 	$(BIN)/python -m pytest -n 2 --dist loadfile
 
-# Checkpoints of the released shapes: about 50 GB of disk under pytest's temporary folder, half an hour.
+# Checkpoints of the released shapes: about 45 GB of disk below pytest's temporary folder, a quarter of an hour.
 test-slow: $(VENV)/tools
 	$(BIN)/python -m pytest -m slow -s
 
