@@ -63,11 +63,11 @@ def _look_only() -> None:
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
 
-def _load(checkpoint: Path, devices: int | None) -> LanguageModel:
+def _load(checkpoint: Path, devices: int | None, reference: bool = True) -> LanguageModel:
     _prepare_cpu(devices)
     mesh = make_mesh(devices)
     with progress_bar(err, "loading", "loaded") as progress:
-        return load(checkpoint, mesh=mesh, progress=progress)
+        return load(checkpoint, mesh=mesh, reference=reference, progress=progress)
 
 
 def _encode(model: LanguageModel, prompt: str) -> list[int]:
@@ -77,12 +77,17 @@ def _encode(model: LanguageModel, prompt: str) -> list[int]:
 
 
 def _load_all(
-    checkpoint: Path, devices: int | None, prompt: str, draft: Path | None, draft_width: int | None
+    checkpoint: Path,
+    devices: int | None,
+    prompt: str,
+    draft: Path | None,
+    draft_width: int | None,
+    reference: bool = True,
 ) -> tuple[LanguageModel, list[int], DFlashDraft | None]:
-    """(model, the prompt's ids, draft)."""
+    """(model, with its reference or without; the prompt's ids; draft)."""
     if draft is None and draft_width is not None:
         raise ValueError("--draft-width is of no use without --draft")
-    model = _load(checkpoint, devices)
+    model = _load(checkpoint, devices, reference)
     return model, _encode(model, prompt), None if draft is None else load_draft(draft, model, width=draft_width)
 
 
@@ -175,7 +180,8 @@ def generate(
         sampling = Sampling(
             temperature=1.0 if temperature is None else temperature, top_k=top_k, top_p=top_p, min_p=min_p
         )
-    model, ids, loaded_draft = _load_all(checkpoint, devices, prompt, draft, draft_width)
+    # The reference's parameters take as much memory again.
+    model, ids, loaded_draft = _load_all(checkpoint, devices, prompt, draft, draft_width, reference=check)
     pieces = stream(
         model, ids, max_new_tokens=max_new_tokens, stop_strings=stop or (), sampling=sampling,
         keys=None if sampling is None else jax.random.key(seed or 0, impl="threefry2x32"),
@@ -314,8 +320,9 @@ def _memory_facts(found: Inspection) -> dict[str, str]:
     else:
         smaller = f"; a capacity of {fit.largest_capacity:,} would fit" if fit.largest_capacity else ""
         facts["fits"] = f"no: {needed} are {size(-fit.left)} too much{smaller}"
-    facts["fits muse_jax.load"] = (
-        f"{'yes' if fit.fits_with_params else 'no'}: it keeps the training layout as well, {size(fit.params)} more"
+    facts["fits with reference"] = (
+        f"{'yes' if fit.fits_with_params else 'no'}: load(reference=True) keeps the training layout as well, "
+        f"{size(fit.params)} more"
     )
     return facts
 

@@ -99,7 +99,7 @@ class Fit:
     caches: int
     """Bytes of the DecodeState on each device."""
     params: int
-    """Bytes on each device of the parameters in the training layout, which `muse_jax.load` keeps beside the others."""
+    """Bytes on each device of the parameters in the training layout, which `muse_jax.load` keeps for the reference."""
     largest_capacity: int
     """At this batch, without `params`; 0 if the weights alone do not fit."""
 
@@ -115,7 +115,7 @@ class Fit:
 
     @property
     def fits_with_params(self) -> bool:
-        """Whether the parameters in the training layout fit as well, as `muse_jax.load` has it."""
+        """Whether the parameters in the training layout fit as well, as `muse_jax.load(reference=True)` has it."""
         return self.left >= self.params
 
 

@@ -13,11 +13,12 @@ from tokenizers import Tokenizer
 
 from muse_jax import decode
 from muse_jax.config import MuseSparkConfig
-from muse_jax.decode import DecodeState, StepOutput
+from muse_jax.decode import DecodeState, DecodeWeights, StepOutput
 from muse_jax.mesh import check_mesh, in_own_mesh, make_mesh, own_mesh
 from muse_jax.model.reference import Reference
 from muse_jax.tokenizer import TOKENIZER_FILE, load_tokenizer
 from muse_jax.weights import load as load_params
+from muse_jax.weights.packed import load_packed
 from muse_jax.weights.repack import repack
 from muse_jax.weights.transfer import Progress
 
@@ -31,14 +32,17 @@ class LanguageModel:
         params: Mapping[str, jax.Array],
         mesh: Mesh | None = None,
         tokenizer: Tokenizer | None = None,
+        weights: DecodeWeights | None = None,
     ):
-        """Packs the parameters for the mesh.
+        """Packs the parameters for the mesh, unless packed weights are given.
 
         Args:
             config: the model.
             params: flat parameters on the mesh (docs/architecture.md, "Parameters").
             mesh: 1, 2, 4 or 8 devices; all that are available by default.
             tokenizer: text <-> ids, optional.
+            weights: the same weights as packed by `muse_jax.weights.packed.load_packed`; `params` then need not have
+                layers, and without them there is no reference.
 
         Raises:
             ValueError: parameters that do not fit the configuration (all are listed), or a mesh of another size.
@@ -48,9 +52,20 @@ class LanguageModel:
         self.mesh = make_mesh() if mesh is None else check_mesh(mesh)
         self.tokenizer = tokenizer
         with own_mesh(self.mesh):
-            self.weights = repack(config, self.params, self.mesh)
-        self._reference = Reference(config, self.mesh)
+            self.weights = repack(config, self.params, self.mesh) if weights is None else weights
+        self._all_params = any(name.startswith("layers.") for name in self.params)
+        self._trainer = Reference(config, self.mesh)
         self._step = jax.jit(decode.decode_step, donate_argnames=("state",))
+
+    @property
+    def _reference(self) -> Reference:
+        """Raises ValueError: the model has no parameters in the training layout."""
+        if not self._all_params:
+            raise ValueError(
+                "this model was loaded with reference=False and holds the decode layout alone; load it with "
+                "reference=True for reference, log_probs, parity and prefill_whole"
+            )
+        return self._trainer
 
     def init_state(self, *, batch: int = 1, capacity: int = 4096) -> DecodeState:
         """Empty caches for `batch` sequences of up to `capacity` tokens (rounded up to a multiple of 16)."""
@@ -112,20 +127,30 @@ class LanguageModel:
 
 
 def load(
-    path: "str | os.PathLike[str]", *, mesh: Mesh | None = None, progress: Progress | None = None
+    path: "str | os.PathLike[str]",
+    *,
+    mesh: Mesh | None = None,
+    reference: bool = True,
+    progress: Progress | None = None,
 ) -> LanguageModel:
     """Load a checkpoint folder: ours (Orbax) or Hugging Face's (safetensors).
 
     Args:
         path: the folder, with config.json; its tokenizer.json is used where present.
         mesh: 1, 2, 4 or 8 devices; as many as available by default.
+        reference: False packs layer by layer and keeps no parameters in the training layout but those outside the
+            layers: half the memory, but `reference`, `log_probs`, `parity` and `prefill_whole` are errors.
         progress: called with (bytes read, bytes in all) now and then.
 
     Raises:
         CheckpointError: everything that is missing, damaged or of the wrong shape, in one error.
     """
     mesh = make_mesh() if mesh is None else check_mesh(mesh)
+    weights = None
     with own_mesh(mesh):
-        config, params = load_params(path, mesh, progress=progress)
+        if reference:
+            config, params = load_params(path, mesh, progress=progress)
+        else:
+            config, params, weights = load_packed(path, mesh, progress=progress)
     has_tokenizer = os.path.exists(os.path.join(path, TOKENIZER_FILE))
-    return LanguageModel(config, params, mesh, load_tokenizer(path) if has_tokenizer else None)
+    return LanguageModel(config, params, mesh, load_tokenizer(path) if has_tokenizer else None, weights)

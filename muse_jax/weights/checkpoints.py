@@ -42,17 +42,18 @@ def read_contents(path: "str | os.PathLike[str]") -> Contents:
     return orbax_io.read_contents(folder) if _is_ours(folder, "inspect") else safetensors_io.read_contents(folder)
 
 
-def open_source(folder: Path, row_order: RowOrder | None) -> tuple[Contents, Files]:
+def open_source(folder: Path, row_order: RowOrder | None, purpose: str = "convert") -> tuple[Contents, Files]:
     """The parameters of a folder of either kind, to be read in pieces.
 
     Args:
         row_order: as in `import_hf`; None for our own form.
+        purpose: what the caller wants to do, for the error.
 
     Raises:
         CheckpointError: neither kind of folder, or everything that its headers show to be wrong.
     """
-    headline = f"cannot convert {folder}"
-    if ours := _is_ours(folder, "convert"):
+    headline = f"cannot {purpose} {folder}"
+    if ours := _is_ours(folder, purpose):
         if row_order is not None:
             raise CheckpointError(headline, [f"source_rows: given {row_order!r}, but our own form has one order only"])
         contents = orbax_io.read_contents(folder)

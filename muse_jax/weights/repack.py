@@ -46,7 +46,13 @@ def repack(
     _, problems = check_params(config, params)
     if problems:
         raise ValueError("cannot repack these parameters:\n  " + "\n  ".join(problems))
-    arrays = _compiled(config, mesh)(dict(params))
+    return packed_weights(config, mesh, _compiled(config, mesh)(dict(params)), communicator)
+
+
+def packed_weights(
+    config: MuseSparkConfig, mesh: Mesh, arrays: Mapping[str, jax.Array], communicator: Communicator | None = None
+) -> DecodeWeights:
+    """DecodeWeights of arrays that are packed already, as a packing of its own."""
     communicator = Communicator(config, mesh) if communicator is None else communicator
     return DecodeWeights(
         **arrays, ranks=ranks_array(mesh, next(_packings)), config=config, mesh=mesh, communicator=communicator
@@ -64,8 +70,12 @@ def decode_shapes(config: MuseSparkConfig) -> dict[str, jax.ShapeDtypeStruct]:
 
 @functools.lru_cache(maxsize=16)
 def _compiled(config: MuseSparkConfig, mesh: Mesh):
-    shardings = {name: NamedSharding(mesh, spec) for name, spec in SPECS.items() if name != "ranks"}
-    return jax.jit(functools.partial(_pack, config, mesh), out_shardings=shardings)
+    return jax.jit(functools.partial(_pack, config, mesh), out_shardings=decode_shardings(mesh))
+
+
+def decode_shardings(mesh: Mesh) -> dict[str, NamedSharding]:
+    """Of the arrays of `repack`, by name."""
+    return {name: NamedSharding(mesh, spec) for name, spec in SPECS.items() if name != "ranks"}
 
 
 def fragments(w: jax.Array) -> jax.Array:
@@ -211,6 +221,26 @@ def _experts(config: MuseSparkConfig, mesh: Mesh, params: Mapping[str, jax.Array
 
 
 def _pack(config: MuseSparkConfig, mesh: Mesh, params: dict[str, jax.Array]) -> dict[str, jax.Array]:
+    return pack_layers(config, mesh, params) | pack_ends(mesh, params)
+
+
+def pack_ends(mesh: Mesh, params: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
+    """The decode arrays of what lies before and behind the layers, by name."""
+    head = _row_shards(params["lm_head.weight"])
+    # Not jnp.pad: XLA:CPU fuses its select with the final bitcast and converts through fp32, flushing subnormals.
+    rows = jnp.arange(head.shape[1] + -head.shape[1] % TILE)
+    inside = (rows < head.shape[1]).astype(head.dtype)
+    head = jnp.take(head, jnp.minimum(rows, head.shape[1] - 1), axis=1) * inside[None, :, None]
+    packed = {
+        "embed": _row_shards(params["embed_tokens.weight"]),
+        "final_gain": params["norm.weight"],
+        "lm_head": fragments(head),
+    }
+    return _placed(mesh, packed)
+
+
+def pack_layers(config: MuseSparkConfig, mesh: Mesh, params: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
+    """The decode arrays of all layers, by name."""
     layers = range(config.num_hidden_layers)
 
     def each(name: str) -> list[jax.Array]:
@@ -231,14 +261,8 @@ def _pack(config: MuseSparkConfig, mesh: Mesh, params: dict[str, jax.Array]) -> 
     def qkvu(*ws: jax.Array) -> jax.Array:
         return fragments(jnp.concatenate([_row_shards(w) for w in ws], axis=1))
 
-    head = _row_shards(params["lm_head.weight"])
-    # Not jnp.pad: XLA:CPU fuses its select with the final bitcast and converts through fp32, flushing subnormals.
-    rows = jnp.arange(head.shape[1] + -head.shape[1] % TILE)
-    inside = (rows < head.shape[1]).astype(head.dtype)
-    head = jnp.take(head, jnp.minimum(rows, head.shape[1] - 1), axis=1) * inside[None, :, None]
     attention = [f"self_attn.{n}_proj.weight" for n in ("q", "k", "v", "gate")]
     packed = {
-        "embed": _row_shards(params["embed_tokens.weight"]),
         "hidden_gains": gains(
             "input_layernorm.weight", "pre_feedforward_layernorm.weight", "post_feedforward_layernorm.weight"
         ),
@@ -252,11 +276,13 @@ def _pack(config: MuseSparkConfig, mesh: Mesh, params: dict[str, jax.Array]) -> 
         "router_bias": jnp.stack(each("mlp.gate.e_score_correction_bias")),
         "pre_expert": stack(lambda w: fragments(_row_shards(w)), "mlp.pre_expert_proj.weight"),
         "post_expert": stack(lambda w: fragments(_column_shards(w)), "mlp.post_expert_proj.weight"),
-        "final_gain": params["norm.weight"],
-        "lm_head": fragments(head),
         **_experts(config, mesh, params),
     }
-    # Resharded as integers; then bf16 is called what it is.
+    return _placed(mesh, packed)
+
+
+def _placed(mesh: Mesh, packed: dict[str, jax.Array]) -> dict[str, jax.Array]:
+    """Resharded as integers; then bf16 is called what it is."""
     for name, x in packed.items():
         x = lax.with_sharding_constraint(x, NamedSharding(mesh, SPECS[name]))
         packed[name] = lax.bitcast_convert_type(x, jnp.bfloat16) if x.dtype == jnp.uint16 else x
