@@ -31,7 +31,7 @@ def folder(request, tmp_path_factory):
     return path
 
 
-@pytest.mark.parametrize("devices", [2, 8])
+@pytest.mark.parametrize("devices", [1, 2, 8])
 def test_bytes_are_those_of_repack(folder, devices):
     mesh = make_mesh(devices)
     whole, alone = (muse_jax.load(folder, mesh=mesh, reference=reference) for reference in (True, False))
@@ -39,7 +39,8 @@ def test_bytes_are_those_of_repack(folder, devices):
         a, b = getattr(whole.weights, name), getattr(alone.weights, name)
         if name == "ranks":  # the second column numbers the packings
             continue
-        assert (a.shape, a.dtype, a.sharding) == (b.shape, b.dtype, b.sharding)
+        assert (a.shape, a.dtype) == (b.shape, b.dtype)
+        assert a.sharding.is_equivalent_to(b.sharding, a.ndim)
         assert np.asarray(a).tobytes() == np.asarray(b).tobytes(), name
 
 

@@ -14,7 +14,7 @@ from jax import lax
 from jax.sharding import Mesh
 
 from muse_jax.config import MuseSparkConfig
-from muse_jax.decode.weights import DecodeWeights
+from muse_jax.decode.weights import REPLICATED, SPECS, DecodeWeights
 from muse_jax.errors import CheckpointError
 from muse_jax.mesh import check_mesh
 from muse_jax.weights.checkpoints import open_source
@@ -129,15 +129,14 @@ def _store(
 
 @functools.lru_cache(maxsize=16)
 def _stored(one: MuseSparkConfig, mesh: Mesh):
-    replicated = {name for name, sharding in decode_shardings(mesh).items() if sharding.is_fully_replicated}
+    # Not by is_fully_replicated: on one device everything is.
+    layer_axis = {name: 0 if spec == REPLICATED else 1 for name, spec in SPECS.items()}
     kinds = EXPERTS[one.expert_formats[0]]
 
     def run(arrays: dict[str, jax.Array], params: Params, layer: jax.Array, index: jax.Array) -> dict[str, jax.Array]:
         packed = pack_layers(one, mesh, params)
         return {
-            name: lax.dynamic_update_slice_in_dim(
-                x, packed[name], index if name in kinds else layer, 0 if name in replicated else 1
-            )
+            name: lax.dynamic_update_slice_in_dim(x, packed[name], index if name in kinds else layer, layer_axis[name])
             for name, x in arrays.items()
         }
 
