@@ -13,11 +13,11 @@
 // 2. Whoever has passed E knows that all blocks of all ranks came to R: every rank's hidden rows are behind its R.
 //
 //   slot                              last read before    next write                      by
-//   partial[0], branch[0], its sums   R                   next layer, launch, behind E    2
+//   partial[0], branch[0]             R                   next layer, launch, behind E    2
 //   logits, pooled                    R                   next layer, pre_expert          2
 //   hidden                            E                   next layer, behind R            1
 //   sums                              the next P          next layer, behind E            1
-//   partial[1], branch[1], its sums   the next P          next layer, behind E            1
+//   partial[1], branch[1]             the next P          next layer, behind E            1
 //   combined                          the next P, own     next layer, behind E
 //   row_sums[0]                       R, own rank         next layer, behind A
 //   row_sums[1]                       the next P, own     next layer, behind E; start()
@@ -77,7 +77,7 @@ struct Workspace {
   int64_t stream, q, u, o, stretch_sums, stretch_counts, group_counts, slice_counts, router_weights, router_experts, x,
       hidden_rows, f;
   // slots, [source rank][...]
-  int64_t partial[2], branch[2], branch_sums[2], logits, pooled, hidden, sums;
+  int64_t partial[2], branch[2], logits, pooled, hidden, sums;
   int64_t row_sums[2];  // slots that the rank itself fills: [row][segment]
   int64_t combined;     // likewise: [row][pair of columns]
   int64_t timeline;     // [block][event]
@@ -116,7 +116,6 @@ MUSE_FN Workspace workspace_of(const Plan& p) {
   for (int i = 0; i < 2; ++i) {
     w.partial[i] = take(kRanks * rows * (p.hidden / kRanks) * 8);
     w.branch[i] = take(kRanks * rows * (p.hidden / kRanks / 2) * 8);
-    w.branch_sums[i] = take(kRanks * rows * 8);
     w.row_sums[i] = take(rows * kSegments * 8);
   }
   w.logits = take(kRanks * rows * p.experts_rank() * kSegments * 8);

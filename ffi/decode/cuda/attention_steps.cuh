@@ -18,7 +18,7 @@ class AttentionSteps : public RowSteps {
               heads = 2 * q_heads + kv_heads, columns = static_cast<int>(p_.qkvu_rows());
     const float* sums = mine<float>(w_.segment_sums);
 #pragma unroll 1
-    for (int unit = warp * blocks() + block(); unit < rows() * heads; unit += blocks() * kWarps) {
+    for (int unit = warp * blocks() + first_unit(2); unit < rows() * heads; unit += blocks() * kWarps) {
       const int i = unit / heads, head = unit - i * heads;
       // q, k and u heads; v goes with k.
       const int place = head < q_heads + kv_heads ? head : head + kv_heads;

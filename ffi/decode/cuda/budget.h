@@ -20,8 +20,8 @@ constexpr int kSlotsLog2 = 5, kSlots = 1 << kSlotsLog2;
 constexpr int kUnitSumBytes = 8 * 2 * 16 * 8 * 4;
 constexpr int kUnitsLog2 = 2, kUnits = 1 << kUnitsLog2;
 
-// Column-parallel GEMM: a block's run of tasks touches at most two K segments of the 16 token columns.
-MUSE_FN int64_t dense_operand_bytes(int64_t k) { return 2 * (k / kSegments / 16) * kTile * 2; }
+// Column-parallel GEMM: a block's tasks are of one K segment of the 16 token columns.
+MUSE_FN int64_t dense_operand_bytes(int64_t k) { return k / kSegments / 16 * kTile * 2; }
 // Row-parallel GEMM: the rank's K is one segment.
 MUSE_FN int64_t row_parallel_operand_bytes(int64_t k) { return k / 16 * kTile * 2; }
 

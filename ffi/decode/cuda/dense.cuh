@@ -59,21 +59,21 @@ class DenseBase : public StepBase {
     asm volatile("cp.async.wait_all;" ::: "memory");
   }
 
-  // This block's tasks of `job` for the pass that starts at row i0; the operand's segments that they touch are in the
-  // region. range, segments: this block's, of touched_segments. emit(row group, segment, accumulators).
+  // This block's tasks of `job` for the pass that starts at row i0; their segment of the operand is in the region.
+  // emit(row group, accumulators).
   template <typename Emit>
-  __device__ __forceinline__ void dense_pass(const DenseJob& job, Range range, Range segments, int i0, Emit emit) {
+  __device__ __forceinline__ void dense_pass(const DenseJob& job, Range range, int i0, Emit emit) {
     const int warp = thread_index() / 32, lane = thread_index() % 32;
     const int chunks = job.chunks();
     const bool two = rows() - i0 > 8;
     sync_block();
     uint32_t start = place_.chunk;
+    const int first_task = job.segment(range) * job.groups;
 #pragma unroll 1
     for (int first = range.begin; first < range.end; first += kWarps) {
       const int at_once = min(kWarps, range.end - first);
       if (warp < at_once) {
-        const int task = first + warp, segment = job.by_groups.quotient(task);
-        const uint4* x = region<uint4>() + (segment - segments.begin) * job.blocks * 32 + lane;
+        const uint4* x = region<uint4>() + lane;
         Accumulators acc = {};
 #pragma unroll 1
         for (int c = 0; c < chunks; ++c, x += kSlotTiles * 32) {
@@ -81,7 +81,7 @@ class DenseBase : public StepBase {
           chain_tiles(ring_.wait(chunk), x, job.chunk_tiles(c), lane, two, acc);
           ring_.release(chunk, lane);
         }
-        emit(task - segment * job.groups, segment, acc);
+        emit(first + warp - first_task, acc);
       }
       start += at_once * chunks;
     }

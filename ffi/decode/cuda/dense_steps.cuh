@@ -15,6 +15,7 @@ class DenseSteps : public OperandSteps {
 #pragma unroll 1
     for (int i0 = 0; i0 < rows(); i0 += kPassRows) {
       if (!load(i0)) return false;
+      mark(Mark::kLoad);
       run_phase<&DenseSteps::multiply>(i0);
     }
     if (thread_index() == 0)
@@ -43,16 +44,17 @@ class DenseSteps : public OperandSteps {
     const bool row_parallel = which == Gemm::kOutput || which == Gemm::kPostExpert;
     const auto index = static_cast<uint32_t>(which);
     const DenseJob& job = s_.jobs.dense[index];
+    const Range tasks = s_.jobs.tasks[index];
+    const int segment = job.segment(tasks);
     float* sums = mine<float>(w_.segment_sums);
-    dense_pass(job, s_.jobs.tasks[index], s_.jobs.segments[index], i0,
-               [&](int group, int segment, const Accumulators& acc) {
-                 if (row_parallel) {
-                   push_partials(w_.partial[which == Gemm::kPostExpert], group, i0, acc);
-                 } else {
-                   store_sums(sums, kMaxRows, job.groups * 16, group, segment, i0, 0, acc);
-                   if (which == Gemm::kPreExpert) push_pooled(sums, group, i0);
-                 }
-               });
+    dense_pass(job, tasks, i0, [&](int group, const Accumulators& acc) {
+      if (row_parallel) {
+        push_partials(w_.partial[which == Gemm::kPostExpert], group, i0, acc);
+      } else {
+        store_sums(sums, kMaxRows, job.groups * 16, group, segment, i0, 0, acc);
+        if (which == Gemm::kPreExpert) push_pooled(sums, group, i0);
+      }
+    });
     if (which == Gemm::kPreExpert) router_dots(i0);
   }
 
@@ -90,21 +92,21 @@ class DenseSteps : public OperandSteps {
     }
   }
 
-  // Segment sums of this block's run of (segment, expert of this rank) for one pass of rows: half a warp per row. They
-  // travel as they are, which spares the rank a meeting of its blocks.
+  // Segment sums of this block's experts of this rank for one pass of rows, in the segment that the operand is of: half
+  // a warp per row. They travel as they are, which spares the rank a meeting of its blocks.
   __device__ void router_dots(int i0) {
-    const int first_segment = s_.jobs.segments[static_cast<uint32_t>(Gemm::kPreExpert)].begin;
     const int warp = thread_index() / 32, lane = thread_index() % 32, j = lane % 16;
     const int own = static_cast<int>(p_.experts_rank()), count = min(kPassRows, rows() - i0), pairs = (count + 1) / 2;
-    const Range range = part(own * kSegments, place_.index, place_.size);
+    const Range range = segment_part(own, kSegments, place_.index, place_.size);
+    const int segment = range.begin / own;
     const int length = hidden() / kSegments, blocks_of_16 = length / 16;
     const float* weights_of_layer = weights().router + p_.router(layer()) + j;
 #pragma unroll 1
     for (int unit = warp; unit < (range.end - range.begin) * pairs; unit += kWarps) {
-      const int task = range.begin + unit / pairs, segment = task / own, e = task - segment * own;
+      const int e = range.begin + unit / pairs - segment * own;
       const int i = min(unit % pairs * 2 + lane / 16, count - 1);
       const float* row = weights_of_layer + e * hidden() + segment * length;
-      const uint16_t* h = region<uint16_t>() + column_tile_at(i, (segment - first_segment) * length + j, 0);
+      const uint16_t* h = region<uint16_t>() + column_tile_at(i, j, 0);
       float sum = 0.0f;
       constexpr int kAtOnce = 16;  // loads in flight: they come from L2, and there is nothing else to do
       int b = 0;

@@ -44,11 +44,10 @@ class Head : DenseBase {
     for (int i0 = 0; i0 < rows(); i0 += kPassRows) {
       if (!rank_barrier(Phase::kHead)) return false;  // h is written, the last pass's sums are read
       const DenseJob job = head_job(a_, me());
-      const Range tasks = part(job.tasks(), block(), blocks()),
-                  segments = touched_segments(job.segments, block(), blocks());
-      load_operand(mine<uint16_t>(w_.h), hidden(), i0, segments.begin * job.blocks,
-                   (segments.end - segments.begin) * job.blocks);
-      dense_pass(job, tasks, segments, i0, [&](int group, int segment, const Accumulators& acc) {
+      const Range tasks = job.tasks(block(), blocks());
+      const int segment = job.segment(tasks);
+      load_operand(mine<uint16_t>(w_.h), hidden(), i0, segment * job.blocks, job.blocks);
+      dense_pass(job, tasks, i0, [&](int group, const Accumulators& acc) {
         store_sums(sums, kHeadRows, static_cast<int>(groups) * 16, group, segment, i0, i0, acc);
       });
       if (!rank_barrier(Phase::kHead)) return false;
@@ -180,7 +179,7 @@ __global__ void __launch_bounds__(kLaunchThreads, 1) decode_head(const __grid_co
     if (!place.gave_up && shared.rows.count > 0) {
       Producer producer(shared);
       const DenseJob job = head_job(shared.args, place.rank);
-      producer.dense(job, part(job.tasks(), place.index, place.size), 0,
+      producer.dense(job, job.tasks(place.index, place.size), 0,
                      (shared.rows.count + kPassRows - 1) / kPassRows);
     }
     Ring(shared.ring).drain(threadIdx.x % 32);

@@ -37,7 +37,7 @@ struct StepArgs {
   int32_t* epoch;  // the call's aliased state: {id, calls}
 };
 
-// Blocks that a rank needs, so that a run of column-parallel tasks touches no more than two K segments (budget.h).
+// Blocks that a rank needs, so that each K segment of a column-parallel GEMM has one (schedule.h).
 constexpr int kMinBlocks = kSegments;
 
 // What a communicator keeps of a kernel that it prepared on a device.

@@ -83,7 +83,7 @@ class Step : public ExpertSteps {
   __device__ bool row_parallel() {
     if (!run_phase<&Step::gemm>()) return false;
     mark(Mark::kOutput);
-    if (!run_phase<&Step::reduce>()) return false;
+    run_phase<&Step::reduce>();
     mark(Mark::kReduce);
     if (!run_phase<&Step::branch>()) return false;
     mark(Mark::kBranch);
@@ -175,7 +175,7 @@ __global__ void __launch_bounds__(kLaunchThreads, 1) decode_layers(const __grid_
 int64_t region_bytes(const Plan& p) {
   return std::max<int64_t>({dense_operand_bytes(p.hidden), row_parallel_operand_bytes(p.q_columns()),
                             row_parallel_operand_bytes(p.moe_columns()), static_cast<int64_t>(sizeof(ExpertTerms)),
-                            p.hidden * 4,  // a row
+                            p.hidden * 6 + p.hidden / kRanks * 12,  // a row, its gains; a segment's stream and gates
                             static_cast<int64_t>(sizeof(AttentionShared)),
                             std::max<int64_t>(sizeof(float) * 2048 + 256, p.moe_hidden * 6),  // router
                             p.experts * 8 + kMaxPairs * 4,                                    // pairs by expert

@@ -21,7 +21,7 @@ class OperandSteps : public DenseBase {
   // the stream is there.
   __device__ bool load_normed(int i0) {
     const bool attention = s_.gemm == Gemm::kQkvu;
-    const Range segments = s_.jobs.segments[static_cast<uint32_t>(s_.gemm)];
+    const auto index = static_cast<uint32_t>(s_.gemm);
     const int count = min(kPassRows, rows() - i0), length = hidden() / kSegments;
     if (const int i = thread_index(); i < count) {
       const uint64_t* slot = mine<uint64_t>(w_.row_sums[attention]) + (i0 + i) * kSegments;
@@ -30,13 +30,13 @@ class OperandSteps : public DenseBase {
       s_.scale[i] = rms_factor(sum, hidden(), p_.eps);
     }
     if (!all_alive()) return false;
-    const int columns = (segments.end - segments.begin) * length;
-    const Walk walk(count, columns / 4);
+    const int first_column = s_.jobs.dense[index].segment(s_.jobs.tasks[index]) * length;
+    const Walk walk(count, length / 4);
     const float r = s_.scale[walk.source];
-    const float* from = stream(i0 + walk.source) + segments.begin * length;
-    const uint16_t* gains = gain(attention ? 0 : 1) + segments.begin * length;
+    const float* from = stream(i0 + walk.source) + first_column;
+    const uint16_t* gains = gain(attention ? 0 : 1) + first_column;
     uint32_t* to = operand_words(walk.row);
-    constexpr int kQuads = 4;  // loads of a thread in flight
+    constexpr int kQuads = 8;  // loads of a thread in flight
 #pragma unroll 1
     for (int first = walk.first; walk.any(first); first += kQuads * walk.step) {
       float4 s[kQuads];

@@ -30,17 +30,23 @@ __device__ __forceinline__ void start_block(const StepArgs& args, BlockShared& s
     place.gave_up = load_relaxed(&place.control->abort);  // an earlier step's failure; nothing works until the rebuild
   }
   if (const int i = threadIdx.x; i < 8) {
-    const int size = gridDim.x / args.local_count, index = blockIdx.x % size;
-    const RankPointers& weights = args.rank[args.local[blockIdx.x / size]];
+    const int size = gridDim.x / args.local_count, index = blockIdx.x % size, rank = args.local[blockIdx.x / size];
+    const RankPointers& weights = args.rank[rank];
+    shared.place.first[i] = (index + size - size * i / 8) % size;
+    shared.peer[i] = {args.workspace[i] - args.workspace[rank], args.loopback ? i : rank};
     Jobs& jobs = shared.jobs;
     if (i < 4) {
       jobs.dense[i] = dense_job(args.plan, weights, Gemm{static_cast<uint32_t>(i)});
-      jobs.tasks[i] = part(jobs.dense[i].tasks(), index, size);
-      jobs.segments[i] = touched_segments(jobs.dense[i].segments, index, size);
+      jobs.tasks[i] = jobs.dense[i].tasks(index, size);
     } else {
       jobs.experts[i / 2 % 2][i % 2] = expert_job(args.plan, weights, i / 2 % 2, i % 2);
     }
   }
+  static_assert(sizeof(Workspace) % sizeof(int64_t) == 0, "offsets only");
+  for (uint32_t i = threadIdx.x; i < sizeof(Workspace) / sizeof(int64_t); i += kLaunchThreads)
+    reinterpret_cast<int64_t*>(&shared.own)[i] =
+        reinterpret_cast<const int64_t*>(&args.offsets)[i] +
+        reinterpret_cast<int64_t>(args.workspace[args.local[blockIdx.x / (gridDim.x / args.local_count)]]);
   if (threadIdx.x == 32 * kProducer) Ring(shared.ring).init();
   if (threadIdx.x == 32 * kFirstFinisher) UnitQueue(shared.units).init();
 }

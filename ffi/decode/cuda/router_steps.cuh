@@ -20,7 +20,7 @@ class RouterSteps : public AttentionSteps {
   // Every rank routes every row for itself. A row's choice of experts and its expert operand are for two blocks.
   __device__ bool route_rows() {
 #pragma unroll 1
-    for (int unit = first_routing_unit(); unit < 2 * rows(); unit += blocks()) {
+    for (int unit = first_unit(4); unit < 2 * rows(); unit += blocks()) {
       sync_block();
       if (!(unit % 2 ? run_phase<&RouterSteps::make_operand>(unit / 2)
                      : run_phase<&RouterSteps::choose_experts>(unit / 2)))

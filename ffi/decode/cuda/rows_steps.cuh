@@ -39,116 +39,134 @@ class RowSteps : public DenseSteps {
         reinterpret_cast<float2*>(stream(i))[at] = x[c];
       }
       if (!all_alive()) return false;
-      store_row_sum(1, unit);
+      store_row_sum(1, unit, region<float>());
     }
     return true;
   }
 
   // As owner of one segment of the output columns: adds the eight ranks' partial sums in the contract's order and gives
-  // everybody the rounded results, and the segment's sum of squares for the norm that follows. A block per row.
-  __device__ bool reduce() {
+  // everybody the rounded results, two columns a thread.
+  __device__ void reduce() {
     const int which = exchange();
-    const int owned = hidden() / kRanks, per_source = kMaxRows * owned;
+    const int owned = hidden() / kRanks, per_source = kMaxRows * owned, words = owned / 2;
     const Phase phase = which ? Phase::kCombine : Phase::kOutput;
-    float4* z = region<float4>();
-    const uint16_t* scale = gain(2) + me() * owned;
+    const int warp = thread_index() / 32, lane = thread_index() % 32;
 #pragma unroll 1
-    for (int i = block(); i < rows(); i += blocks()) {
-#pragma unroll 1
-      for (int q = thread_index(); q < owned / 4; q += kThreads) {
-        uint2 y;
-#pragma unroll 1
-        for (int half = 0; half < 2; ++half) {
-          const uint64_t* first = slots_from(0, w_.partial[which], per_source) + i * owned + 4 * q + 2 * half;
-          uint32_t word[2 * kRanks] = {};
-          wait(phase, [&](int e) { return first + e / 2 * per_source + e % 2; }, [](int e) { return e / 2; }, word);
-          if (place_.gave_up) break;
-          float s[2][kRanks];
+    for (int at = (warp * blocks() + first_unit(7)) * 32 + lane; at < rows() * words; at += blocks() * kThreads) {
+      const int i = at / words, c = at - i * words;
+      const uint64_t* first = slots_from(0, w_.partial[which], per_source) + i * owned + 2 * c;
+      uint32_t word[2 * kRanks] = {};
+      wait(phase, [&](int e) { return first + e / 2 * per_source + e % 2; }, [](int e) { return e / 2; }, word);
+      if (place_.gave_up) return;  // the branch's waits say so
+      float s[2][kRanks];
 #pragma unroll
-          for (int e = 0; e < 2 * kRanks; ++e) s[e % 2][e / 2] = bit_cast<float>(word[e]);
-          const uint32_t two = pack(to_bf16(tree8(s[0])), to_bf16(tree8(s[1])));
-          push_all(w_.branch[which], kMaxRows * (owned / 2), i * (owned / 2) + 2 * q + half, two);
-          (half ? y.y : y.x) = two;
-        }
-        z[q] = branch_value(four(y), scale, q, which);
-      }
-      if (!all_alive()) return false;
-      const float sum = segment_sumsq(owned, reinterpret_cast<const float*>(z), s_.partial);
-      if (thread_index() < kRanks)
-        store_slot(slots_to(thread_index(), w_.branch_sums[which], kMaxRows) + i, bit_cast<uint32_t>(sum),
-                   place_.epoch);
+      for (int e = 0; e < 2 * kRanks; ++e) s[e % 2][e / 2] = bit_cast<float>(word[e]);
+      push_all(w_.branch[which], kMaxRows * words, i * words + c, pack(to_bf16(tree8(s[0])), to_bf16(tree8(s[1]))));
     }
-    return true;
   }
 
-  // Adds the branch that the row-parallel exchange `which` brought to the stream. A unit is a segment of a row; the
-  // GEMM that follows norms the row by its segments' sums of squares.
+  // Adds the branch that a row-parallel exchange brought to the stream. A unit is a segment of a row; its block norms
+  // the whole row for itself, a warp per segment, because the owners' sums of squares would be one more exchange. The
+  // GEMM that follows norms the stream's row by its units' sums of squares.
   __device__ bool branch() {
-    const int l = layer(), which = exchange();
-    const int owned = hidden() / kRanks, units = rows() * kSegments;
-    const float* alpha = global(a_.shared.gates) + (4 * l + 2 * which) * hidden();
-    const bool last = which == 1 && l + 1 == p_.layer_end, tap_rank = me() == a_.local[0];
-    float4* x = region<float4>();
 #pragma unroll 1
-    for (int unit = block(); unit < units; unit += blocks()) {
-      const int i = unit / kSegments, segment = unit % kSegments;
-      const int64_t row = s_.rows.row[i];
-      const int64_t tap = (int64_t{2 * static_cast<int>(l - p_.layer_begin) + which} * p_.rows + row) * hidden();
-#pragma unroll 1
-      for (int q = thread_index(); q < owned / 4; q += kThreads) {
-        const int column = segment * owned + 4 * q;
-        // Fetched while we wait; kept in shared memory, because registers are few.
-        float4 *s = x + q, *a = s + owned / 4, *b = a + owned / 4;
-        *s = __ldcg(reinterpret_cast<const float4*>(stream(i) + column));
-        *a = __ldg(reinterpret_cast<const float4*>(alpha + column));
-        *b = __ldg(reinterpret_cast<const float4*>(alpha + hidden() + column));
-        const uint64_t* sums = slots_from(0, w_.branch_sums[which], kMaxRows) + i;
-        const uint64_t* words = slots_from(segment, w_.branch[which], kMaxRows * (owned / 2)) + i * (owned / 2) + 2 * q;
-        uint32_t word[kRanks + 2] = {};
-        wait(
-            Phase::kBranch, [&](int e) { return e < kRanks ? sums + e * kMaxRows : words + e - kRanks; },
-            [&](int e) { return e < kRanks ? e : segment; }, word, kBranchGrace);
-        if (place_.gave_up) break;  // nothing of this is to be seen
-        float ss[kRanks];
-#pragma unroll
-        for (int r = 0; r < kRanks; ++r) ss[r] = bit_cast<float>(word[r]);
-        const float r = rms_factor(tree8(ss), hidden(), p_.post_eps);
-        const float4 y = branch_value(four({word[kRanks], word[kRanks + 1]}), gain(2) + segment * owned, q, which);
-        const auto add = [r](float stream, float alpha, float beta, float y) {
-          return canonical(alpha * stream + beta * round_bf16(y * r));
-        };
-        const float4 sum = {add(s->x, a->x, b->x, y.x), add(s->y, a->y, b->y, y.y), add(s->z, a->z, b->z, y.z),
-                            add(s->w, a->w, b->w, y.w)};
-        *reinterpret_cast<float4*>(stream(i) + column) = sum;
-        *s = sum;
-        if (tap_rank && last) *reinterpret_cast<float4*>(a_.results.stream + row * hidden() + column) = sum;
-        if (tap_rank && a_.results.tap_residuals)
-          *reinterpret_cast<float4*>(a_.results.tap_residuals + tap + column) = sum;
-      }
-      if (!all_alive()) return false;
-      if (!last) store_row_sum(which, unit);
+    for (int unit = first_unit(6); unit < rows() * kSegments; unit += blocks()) {
+      run_phase<&RowSteps::fetch_branch>(unit);
+      if (!all_alive()) return false;  // nothing of this is to be seen
+      const float sum = block_sumsq(hidden(), region<float>(), s_.partial);
+      run_phase<&RowSteps::add_branch>(unit, rms_factor(sum, hidden(), p_.post_eps));
     }
     return true;
   }
 
  private:
-  // A unit of the stream is stored and stands in the region: its sum of squares tells the rank's blocks so.
-  __device__ void store_row_sum(int which, int unit) {
+  // A unit of the stream is stored and stands in shared memory at x: its sum of squares tells the rank's blocks so.
+  __device__ void store_row_sum(int which, int unit, const float* x) {
     const bool storing = thread_index() == kThreads - 1;
     if (storing) fence_rank();  // while the first warp adds
-    const float sum = segment_sumsq(hidden() / kSegments, region<float>(), s_.partial);
+    const float sum = segment_sumsq(hidden() / kSegments, x, s_.partial);
     if (storing) store_slot(mine<uint64_t>(w_.row_sums[which]) + unit, bit_cast<uint32_t>(sum), place_.epoch);
   }
 
-  __device__ static float4 gains_of(const uint16_t* g, int quad) {
-    return four(__ldg(reinterpret_cast<const uint2*>(g) + quad));
+  __device__ static void copy_quad(void* to, const void* from) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared_address(to)), "l"(from) : "memory");
   }
 
-  // What the norm of a branch sees of four columns: the branch itself, or, scale first, times its gain.
-  __device__ static float4 branch_value(float4 y, const uint16_t* scale, int quad, int which) {
-    if (which == 0) return y;
-    const float4 g = gains_of(scale, quad);
-    return {round_bf16(y.x * g.x), round_bf16(y.y * g.y), round_bf16(y.z * g.z), round_bf16(y.w * g.w)};
+  // In shared memory: row z that a branch's norm sees; of a unit's columns the stream, alpha and beta; the row's gains.
+  struct BranchRegion {
+    float* z;
+    float4 *stream, *alpha, *beta;
+    uint32_t* gains;
+  };
+  __device__ BranchRegion branch_region() const {
+    float* z = region<float>();
+    float4* s = reinterpret_cast<float4*>(z + hidden());
+    const int quads = hidden() / kRanks / 4;
+    return {z, s, s + quads, s + 2 * quads, reinterpret_cast<uint32_t*>(s + 3 * quads)};
+  }
+  // Residual gates of the running exchange from `column` on.
+  __device__ const float* gates(int column) const {
+    return global(a_.shared.gates) + (4 * layer() + 2 * exchange()) * hidden() + column;
+  }
+
+  // A unit's row: z is the branch itself, or, scale first, the branch times its gain. Warp w waits for segment w.
+  __device__ void fetch_branch(int unit) {
+    const int i = unit / kSegments, own = unit % kSegments, owned = hidden() / kRanks, words = owned / 2;
+    const int which = exchange(), segment = thread_index() / 32, lane = thread_index() % 32;
+    const BranchRegion to = branch_region();
+#pragma unroll 1
+    for (int q = thread_index(); q < owned / 4; q += kThreads) {  // while we wait
+      const int column = own * owned + 4 * q;
+      copy_quad(to.stream + q, stream(i) + column);
+      copy_quad(to.alpha + q, gates(column));
+      copy_quad(to.beta + q, gates(hidden() + column));
+    }
+    uint32_t *two = reinterpret_cast<uint32_t*>(to.z) + segment * owned, *gains = to.gains + segment * words;
+#pragma unroll 1
+    for (int c = 4 * lane; which == 1 && c < words; c += 128)
+      copy_quad(gains + c, reinterpret_cast<const uint32_t*>(gain(2)) + segment * words + c);
+    const uint64_t* slots = slots_from(segment, w_.branch[which], kMaxRows * words) + i * words;
+#pragma unroll 1
+    for (int c = lane; c < words; c += 32 * kSegments)
+      wait_words(place_, Phase::kBranch, slots + c, 32, (words - c + 31) / 32, segment, two + 2 * c, 64, kBranchGrace);
+    asm volatile("cp.async.wait_all;" ::: "memory");
+    __syncwarp();  // the gains are the warp's
+#pragma unroll 4
+    for (int c = lane; c < words; c += 32) {
+      const float x = low_bf16(two[2 * c]), y = high_bf16(two[2 * c]);
+      const uint32_t gain = gains[c];
+      reinterpret_cast<float2*>(two)[c] =
+          which == 0 ? float2{x, y} : float2{round_bf16(x * low_bf16(gain)), round_bf16(y * high_bf16(gain))};
+    }
+  }
+
+  // A unit's part of the row, normed by r, into the stream.
+  __device__ void add_branch(int unit, float r) {
+    const int i = unit / kSegments, owned = hidden() / kRanks, which = exchange();
+    const BranchRegion from = branch_region();
+    const bool last = which == 1 && layer() + 1 == p_.layer_end, tap_rank = me() == a_.local[0];
+#pragma unroll 1
+    for (int q = thread_index(); q < owned / 4; q += kThreads) {
+      const auto add = [r](float stream, float alpha, float beta, float y) {
+        return canonical(alpha * stream + beta * round_bf16(y * r));
+      };
+      const int at = unit % kSegments * owned + 4 * q;
+      const float4 y = *reinterpret_cast<const float4*>(from.z + at), s = from.stream[q], a = from.alpha[q],
+                   b = from.beta[q];
+      const float4 sum = {add(s.x, a.x, b.x, y.x), add(s.y, a.y, b.y, y.y), add(s.z, a.z, b.z, y.z),
+                          add(s.w, a.w, b.w, y.w)};
+      *reinterpret_cast<float4*>(stream(i) + at) = sum;
+      from.stream[q] = sum;
+      if (!tap_rank) continue;
+      const int64_t row = s_.rows.row[i];
+      if (last) *reinterpret_cast<float4*>(a_.results.stream + row * hidden() + at) = sum;
+      if (a_.results.tap_residuals) {
+        const int64_t tap = int64_t{2 * static_cast<int>(layer() - p_.layer_begin) + which} * p_.rows + row;
+        *reinterpret_cast<float4*>(a_.results.tap_residuals + tap * hidden() + at) = sum;
+      }
+    }
+    sync_block();
+    if (!last) store_row_sum(which, unit, reinterpret_cast<const float*>(from.stream));
   }
 
   // The owner of a token's embedding row norms it and gives it to everybody through the branch slots.
@@ -169,10 +187,10 @@ class RowSteps : public DenseSteps {
       for (int c = thread_index(); c < hidden() / 2; c += kThreads) {
         const uint32_t word = pack(to_bf16(x[2 * c] * r), to_bf16(x[2 * c + 1] * r));
         // Here the source is the part of the row, not the rank.
-        const int64_t at = w_.branch[0] + int64_t{c / half * per_source + i * half + c % half} * 8;
+        const int at = c / half * per_source + i * half + c % half;
 #pragma unroll 1
         for (int to = a_.loopback ? me() : 0; to < (a_.loopback ? me() + 1 : kRanks); ++to)
-          store_slot(reinterpret_cast<uint64_t*>(a_.workspace[to] + at), word, place_.epoch);
+          store_slot(slots_to(to, w_.branch[0], 0) + at, word, place_.epoch);
       }
     }
     sync_block();  // x is read

@@ -32,20 +32,27 @@ MUSE_FN Divisor divisor(int64_t value) {
   return {static_cast<int32_t>(value), static_cast<uint32_t>(((uint64_t{1} << 32) + value - 1) / value)};
 }
 
-// The K segments that a block's run of column-parallel tasks touches, whatever the number of row groups.
-MUSE_FN Range touched_segments(int32_t segments, int32_t index, int32_t size) {
-  return {segments * index / size, (segments * (index + 1) + size - 1) / size};
+// Part `index` of `size` of `groups` things in each of some K segments, ordered by segment: of one segment, so that a
+// block needs little of the operand. Blocks that are too many for equal shares of the segments have nothing: of 132
+// blocks four, which costs no time where tasks are few, because the others' share is rounded up anyway.
+MUSE_FN Range segment_part(int32_t groups, int32_t segments, uint32_t index, uint32_t size) {
+  const uint32_t each = size / segments, segment = index / each;
+  if (segment >= static_cast<uint32_t>(segments)) return {0, 0};
+  const Range own = part(groups, index - segment * each, each);
+  const auto first = static_cast<int32_t>(segment) * groups;
+  return {first + own.begin, first + own.end};
 }
 
-// A bf16 GEMM of all layers. Tasks are ordered by segment, then row group, so that a block needs few segments of the
-// operand.
+// A bf16 GEMM of all layers. Tasks are ordered by segment, then row group.
 struct DenseJob {
   const uint16_t* tiles;             // of the rank, layer 0
   int32_t groups, segments, blocks;  // 16-row groups; K segments; 16-blocks of K in a segment
 
   Divisor by_groups;
 
-  MUSE_FN int32_t tasks() const { return groups * segments; }
+  // A block's tasks, and the segment that they are of.
+  MUSE_FN Range tasks(uint32_t index, uint32_t size) const { return segment_part(groups, segments, index, size); }
+  MUSE_FN int32_t segment(Range tasks) const { return by_groups.quotient(tasks.begin); }
   MUSE_FN int32_t chunks() const { return (blocks + kSlotTiles - 1) / kSlotTiles; }
   MUSE_FN int32_t chunk_tiles(int32_t c) const {
     return blocks - c * kSlotTiles < kSlotTiles ? blocks - c * kSlotTiles : kSlotTiles;
@@ -122,7 +129,6 @@ MUSE_FN ExpertJob expert_job(const Plan& p, const RankPointers& w, bool nvfp4, b
 struct Jobs {
   DenseJob dense[4];
   Range tasks[4];           // of the block
-  Range segments[4];        // of the operand, that these touch
   ExpertJob experts[2][2];  // [NVFP4][second]
 };
 

@@ -16,12 +16,21 @@
 
 namespace muse {
 
+// How far another rank's workspace is from one's own, in bytes, and as whose what is stored there counts: one's own, or,
+// alone on its own (loopback), that rank's: a rank then plays all its peers.
+struct Peer {
+  int64_t distance;
+  int32_t source;
+};
+
 // A block's shared memory. What stays the same for the whole launch is here too: registers are for the tensor cores.
 struct BlockShared {
   RingShared ring;
   UnitQueueShared units;
   StepArgs args;
   Place place;
+  Workspace own;      // of the rank, addresses instead of offsets
+  Peer peer[kRanks];  // the other workspaces, seen from there
   Jobs jobs;
   DeviceRows rows;
   AttentionSchedule attention;
@@ -44,6 +53,7 @@ struct BlockShared {
 enum class Mark : uint8_t {
   kWait,
   kStart,
+  kLoad,
   kProject,
   kHeads,
   kAttend,
@@ -92,7 +102,7 @@ class StepBase {
   __device__ explicit StepBase(BlockShared& shared)
       : a_(shared.args),
         p_(shared.args.plan),
-        w_(shared.args.offsets),
+        w_(shared.own),
         s_(shared),
         place_(shared.place),
         ring_(shared.ring),
@@ -109,14 +119,13 @@ class StepBase {
   __device__ int blocks() const { return static_cast<int>(place_.size); }
   __device__ int block() const { return static_cast<int>(place_.index); }
 
-  // The first unit of this block in routing, which has few: they start half way through the blocks, because the first
-  // blocks have the row updates' and no multiprocessor should need the code of both. The instruction cache holds about
-  // 128 KB.
-  __device__ int first_routing_unit() const { return (block() + blocks() - blocks() / 2) % blocks(); }
+  // The first unit of this block in a phase that has few: phases start at different eighths of the blocks, because no
+  // multiprocessor should need the code of them all. The instruction cache holds about 128 KB.
+  __device__ int first_unit(int eighth) const { return place_.first[eighth]; }
 
   template <typename T>
-  __device__ T* mine(int64_t offset) const {
-    return global(reinterpret_cast<T*>(a_.workspace[me()] + offset));
+  __device__ T* mine(int64_t address) const {
+    return global(reinterpret_cast<T*>(address));
   }
   template <typename T>
   __device__ T* region(int bytes = 0) const {
@@ -125,22 +134,19 @@ class StepBase {
   __device__ float* stream(int i) const { return mine<float>(w_.stream) + i * hidden(); }
   __device__ const RankPointers& weights() const { return a_.rank[me()]; }
 
-  // Slot words at `offset` that source rank `source` filled here; `per_source` words each.
-  __device__ const uint64_t* slots_from(int source, int64_t offset, int per_source) const {
-    return mine<uint64_t>(offset) + source * per_source;
+  // Slot words at `address` that source rank `source` filled here; `per_source` words each.
+  __device__ const uint64_t* slots_from(int source, int64_t address, int per_source) const {
+    return mine<uint64_t>(address) + source * per_source;
   }
-  // Where this rank stores for rank `to`. Alone on its own (loopback), a rank plays all its peers: what it would send
-  // them it stores as if they had sent it.
-  __device__ uint64_t* slots_to(int to, int64_t offset, int per_source) const {
-    return global(reinterpret_cast<uint64_t*>(a_.workspace[to] + offset)) + (a_.loopback ? to : me()) * per_source;
+  // Where this rank stores for rank `to` what lies at `address` in its own workspace.
+  __device__ uint64_t* slots_to(int to, int64_t address, int per_source) const {
+    const Peer& peer = s_.peer[to];
+    return mine<uint64_t>(address + peer.distance) + peer.source * per_source;
   }
-  __device__ void push_all(int64_t offset, int per_source, int word, uint32_t data) const {
+  __device__ void push_all(int64_t address, int per_source, int word, uint32_t data) const {
     const uint32_t epoch = place_.epoch;
-    const int own = a_.loopback ? 0 : me(), step = a_.loopback ? per_source : 0;
-    const int64_t at = offset + int64_t{own * per_source + word} * 8;
 #pragma unroll 1  // short code: it mostly runs once, out of a cold instruction cache
-    for (int r = 0; r < kRanks; ++r)
-      store_slot(reinterpret_cast<uint64_t*>(a_.workspace[r] + at) + r * step, data, epoch);
+    for (int r = 0; r < kRanks; ++r) store_slot(slots_to(r, address, per_source) + word, data, epoch);
   }
   // A new round of exchanges; all threads have read the old number at a barrier before, and read the new one after one.
   __device__ void next_epoch() {

@@ -14,6 +14,7 @@ struct Place {
   Report* report;
   uint64_t deadline;           // globaltimer, ns
   uint32_t rank, index, size;  // block `index` of `size` that serve this rank
+  uint32_t first[8];           // the block's first unit in a phase that starts at so many eighths of the blocks
   uint32_t layer, epoch;       // of the exchanges in this layer
   uint32_t arrivals;           // at the rank's barriers, ever, once all blocks have come to the last one
   uint32_t chunk;              // of the weight ring, at the start of the phase
@@ -107,8 +108,8 @@ inline __device__ __noinline__ float wait_sum(Place& place, Phase phase, const u
   return tree8(s);
 }
 
-// The data of eight slots, `stride` words apart, to shared memory, all loads in flight together; from slot n on, the
-// last one's again. As above.
+// The data of n slots, of at most eight, `stride` words apart, to shared memory, all loads in flight together. As
+// above.
 inline __device__ __noinline__ void wait_words(Place& place, Phase phase, const uint64_t* slot, int stride, int n,
                                                int source, uint32_t* to, int to_stride, uint64_t grace = 0) {
   const uint32_t epoch = place.epoch;
@@ -119,7 +120,7 @@ inline __device__ __noinline__ void wait_words(Place& place, Phase phase, const 
     int missing = -1;
 #pragma unroll
     for (int r = 0; r < kSegments; ++r) {
-      to[r * to_stride] = static_cast<uint32_t>(word[r]);
+      to[min(r, n - 1) * to_stride] = static_cast<uint32_t>(word[r]);
       if (static_cast<uint32_t>(word[r] >> 32) != epoch) missing = r;
     }
     if (missing < 0) break;
