@@ -33,7 +33,9 @@
 
 namespace muse {
 
-constexpr int64_t kMaxPairs = int64_t{kMaxRows} * kMaxTopK;
+constexpr int kMaxPairsLog2 = 10;
+constexpr int64_t kMaxPairs = 1 << kMaxPairsLog2;
+static_assert(kMaxPairs == kMaxRows * kMaxTopK);
 constexpr int64_t kBlockWords =
     8;  // slot words of a 16-wide block of an expert's hidden row: 16 bf16, or 16 codes and a scale
 

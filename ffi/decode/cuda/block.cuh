@@ -12,6 +12,10 @@ constexpr int kWarps = 8, kThreads = 32 * kWarps;  // that compute
 constexpr int kProducer = kWarps, kFirstFinisher = kWarps + 1, kFinishers = 3;
 constexpr int kLaunchThreads = 32 * (kFirstFinisher + kFinishers);
 
+// Tasks of a dense GEMM that a block has under way, one for each warp that computes or finishes experts' units. A block
+// of 132 has nine of q, k, v and u; after the others the ninth would take as long as these.
+constexpr int kTasksAtOnce = kWarps + kFinishers;
+
 // threadIdx.x, read anew in every phase. The compiler would otherwise derive dozens of numbers from it once and keep
 // them in registers, or spill them, for the whole launch.
 __device__ __forceinline__ int thread_index() {

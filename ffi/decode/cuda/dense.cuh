@@ -60,18 +60,31 @@ class DenseBase : public StepBase {
   }
 
   // This block's tasks of `job` for the pass that starts at row i0; their segment of the operand is in the region.
-  // emit(row group, accumulators).
-  template <typename Emit>
-  __device__ __forceinline__ void dense_pass(const DenseJob& job, Range range, int i0, Emit emit) {
-    const int warp = thread_index() / 32, lane = thread_index() % 32;
-    const int chunks = job.chunks();
-    const bool two = rows() - i0 > 8;
+  // tasks() makes a warp's share, by dense_tasks. Where the computing warps are too few, the finishing warps help.
+  template <typename Tasks>
+  __device__ __forceinline__ void dense_pass(const DenseJob& job, Range range, Tasks tasks) {
+    const bool helped = range.end - range.begin > kWarps;
     sync_block();
+    if (helped) units_.begin_dense();
+    tasks();
+    if (helped) units_.wait_dense_end(place_.dense);
+    sync_block();
+    if (thread_index() > 0) return;  // read after the next barrier
+    place_.chunk += (range.end - range.begin) * job.chunks();
+    place_.dense += helped;
+  }
+
+  // The tasks of the calling warp; emit(row group, accumulators).
+  template <typename Emit>
+  __device__ __forceinline__ void dense_tasks(const DenseJob& job, Range range, int i0, Emit emit) {
+    const int index = thread_index() / 32, warp = index < kWarps ? index : index - 1, lane = thread_index() % 32;
+    static_assert(kFirstFinisher == kWarps + 1, "the producer is left out");
+    const int chunks = job.chunks(), first_task = job.segment(range) * job.groups;
+    const bool two = rows() - i0 > 8;
     uint32_t start = place_.chunk;
-    const int first_task = job.segment(range) * job.groups;
 #pragma unroll 1
-    for (int first = range.begin; first < range.end; first += kWarps) {
-      const int at_once = min(kWarps, range.end - first);
+    for (int first = range.begin; first < range.end; first += kTasksAtOnce) {
+      const int at_once = min(kTasksAtOnce, range.end - first);
       if (warp < at_once) {
         const uint4* x = region<uint4>() + lane;
         Accumulators acc = {};
@@ -85,8 +98,6 @@ class DenseBase : public StepBase {
       }
       start += at_once * chunks;
     }
-    sync_block();
-    if (thread_index() == 0) place_.chunk = start;  // read after the next barrier
   }
 
   // Column-parallel results: segment sums [segment][stride rows][columns] in the rank's scratch, of rows i0 ...

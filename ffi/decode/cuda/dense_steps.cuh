@@ -16,12 +16,33 @@ class DenseSteps : public OperandSteps {
     for (int i0 = 0; i0 < rows(); i0 += kPassRows) {
       if (!load(i0)) return false;
       mark(Mark::kLoad);
-      run_phase<&DenseSteps::multiply>(i0);
+      multiply(i0);
+      if (s_.gemm == Gemm::kPreExpert) run_phase<&DenseSteps::router_dots>(i0);
     }
     if (thread_index() == 0)
       s_.gemm = s_.gemm == Gemm::kPostExpert ? Gemm::kQkvu : Gemm{static_cast<uint32_t>(s_.gemm) + 1};
     sync_block();
     return true;
+  }
+
+ protected:
+  // A warp's tasks. Column-parallel results stay in the rank as segment sums. Of a row-parallel GEMM this rank's
+  // columns are one segment: its partial sums go to the owners of the output columns.
+  __device__ void warp_tasks(int i0) {
+    const Gemm which = s_.gemm;
+    const bool row_parallel = which == Gemm::kOutput || which == Gemm::kPostExpert;
+    const auto index = static_cast<uint32_t>(which);
+    const DenseJob& job = s_.jobs.dense[index];
+    const Range tasks = s_.jobs.tasks[index];
+    const int segment = job.segment(tasks);
+    dense_tasks(job, tasks, i0, [&](int group, const Accumulators& acc) {
+      if (row_parallel) {
+        push_partials(w_.partial[which == Gemm::kPostExpert], group, i0, acc);
+      } else {
+        store_sums(mine<float>(w_.segment_sums), kMaxRows, job.groups * 16, group, segment, i0, 0, acc);
+        if (which == Gemm::kPreExpert) run_phase<&DenseSteps::push_pooled>(group, i0);
+      }
+    });
   }
 
  private:
@@ -37,25 +58,9 @@ class DenseSteps : public OperandSteps {
     load_operand(mine<uint16_t>(w_.o), columns, i0, 0, columns / 16);
   }
 
-  // Column-parallel results stay in the rank as segment sums. Of a row-parallel GEMM this rank's columns are one
-  // segment: its partial sums go to the owners of the output columns.
   __device__ void multiply(int i0) {
-    const Gemm which = s_.gemm;
-    const bool row_parallel = which == Gemm::kOutput || which == Gemm::kPostExpert;
-    const auto index = static_cast<uint32_t>(which);
-    const DenseJob& job = s_.jobs.dense[index];
-    const Range tasks = s_.jobs.tasks[index];
-    const int segment = job.segment(tasks);
-    float* sums = mine<float>(w_.segment_sums);
-    dense_pass(job, tasks, i0, [&](int group, const Accumulators& acc) {
-      if (row_parallel) {
-        push_partials(w_.partial[which == Gemm::kPostExpert], group, i0, acc);
-      } else {
-        store_sums(sums, kMaxRows, job.groups * 16, group, segment, i0, 0, acc);
-        if (which == Gemm::kPreExpert) push_pooled(sums, group, i0);
-      }
-    });
-    if (which == Gemm::kPreExpert) router_dots(i0);
+    const auto index = static_cast<uint32_t>(s_.gemm);
+    dense_pass(s_.jobs.dense[index], s_.jobs.tasks[index], [&] { run_phase<&DenseSteps::warp_tasks>(i0); });
   }
 
   __device__ void push_partials(int64_t offset, int group, int i0, const Accumulators& acc) const {
@@ -74,7 +79,8 @@ class DenseSteps : public OperandSteps {
   }
 
   // Pooled rows go to every rank. Segment sums would be too many, so the last of a row group's eight tasks adds them.
-  __device__ void push_pooled(const float* sums, int group, int i0) {
+  __device__ void push_pooled(int group, int i0) {
+    const float* sums = mine<float>(w_.segment_sums);
     const int lane = thread_index() % 32, columns = static_cast<int>(p_.moe_columns());
     uint32_t* counter = mine<uint32_t>(w_.group_counts) + i0 / kPassRows * (columns / 16) + group;
     uint32_t arrived = 0;

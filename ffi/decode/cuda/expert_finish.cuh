@@ -13,20 +13,17 @@ class ExpertFinish : public RouterSteps {
  public:
   using RouterSteps::RouterSteps;
 
-  // The finishing warps: every block's units of all layers, round robin.
-  __device__ void finish_units() {
-    const int own = thread_index() / 32 - kFirstFinisher;
-    uint32_t first = 0;
+  // The finishing warps: help with the dense GEMMs that have tasks for them, finish the block's units, in the order of
+  // Step's phases.
+  __device__ void finish_all() {
+    uint32_t first = 0, pass = 0;
 #pragma unroll 1
-    for (int gemms = 2 * static_cast<int>(p_.layer_end - p_.layer_begin), g = 0; g < gemms; ++g) {
-      if (!units_.wait_begin(g % 2, ring_)) return;
-      const Range units = own_units();
+    for (int layers = static_cast<int>(p_.layer_end - p_.layer_begin), l = 0; l < layers; ++l)
 #pragma unroll 1
-      for (int i = own; i < units.end - units.begin; i += kFinishers)
-        if (!finish_unit(units.begin + i, first + i)) return;
-      first += units.end - units.begin;
-      units_.end();
-    }
+      for (int stage = 0; stage < 6; ++stage) {
+        const bool experts = stage == 3 || stage == 4;
+        if (!(experts ? finish_units(stage == 4, first) : help(s_.jobs.tasks[min(stage, 3)], pass))) return;
+      }
   }
 
  protected:
@@ -45,6 +42,30 @@ class ExpertFinish : public RouterSteps {
   }
 
  private:
+  // A dense GEMM; false: the block is leaving.
+  __device__ bool help(Range tasks, uint32_t& pass) {
+    if (tasks.end - tasks.begin <= kWarps) return true;
+#pragma unroll 1
+    for (int i0 = 0; i0 < rows(); i0 += kPassRows, ++pass) {
+      if (!units_.wait_dense(pass, ring_)) return false;
+      run_phase<&ExpertFinish::warp_tasks>(i0);
+      units_.end_dense();
+    }
+    return true;
+  }
+
+  // An expert GEMM's units, round robin; likewise. `first`: the number of the first in the queue.
+  __device__ bool finish_units(bool second, uint32_t& first) {
+    if (!units_.wait_begin(second, ring_)) return false;
+    const Range units = own_units();
+#pragma unroll 1
+    for (int i = thread_index() / 32 - kFirstFinisher; i < units.end - units.begin; i += kFinishers)
+      if (!run_phase<&ExpertFinish::finish_unit>(units.begin + i, first + i)) return false;
+    first += units.end - units.begin;
+    units_.end();
+    return true;
+  }
+
   // Half a warp per pair, lane j adds the segments of output column j. `number`: in the queue.
   __device__ bool finish_unit(int unit, uint32_t number) {
     const ExpertJob& job = this_job();

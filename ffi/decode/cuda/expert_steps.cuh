@@ -10,63 +10,47 @@ class ExpertSteps : public ExpertFinish {
   using ExpertFinish::ExpertFinish;
 
   // Pairs by expert, and slices, in shared memory: by every block for itself, all with the same result, because blocks
-  // share out the slices.
+  // share out the slices. A thread counts who comes before its pair.
   __device__ void group_pairs() {
-    const int pairs = rows() * top_k(), experts = static_cast<int>(p_.experts);
-    int *count = region<int>(), *first = count + experts;
-    int16_t *chosen = reinterpret_cast<int16_t*>(first + experts), *place = chosen + pairs;
+    const int pairs = rows() * top_k();
+    int32_t* key = region<int32_t>();                       // expert, then pair; filled up to whole quads
+    uint32_t* starts = region<uint32_t>() + kMaxPairs + 4;  // a bit per pair in its new place: a slice starts there
+    if (const int w = thread_index(); w < kMaxPairs / 32) starts[w] = 0;
 #pragma unroll 1
-    for (int e = thread_index(); e < experts; e += kThreads) count[e] = 0;
-#pragma unroll 1
-    for (int j = thread_index(); j < pairs; j += kThreads)
-      chosen[j] = static_cast<int16_t>(__ldcg(mine<int32_t>(w_.router_experts) + j));
+    for (int j = thread_index(); j < pairs + 4; j += kThreads)
+      key[j] = j < pairs ? __ldcg(mine<int32_t>(w_.router_experts) + j) << kMaxPairsLog2 | j : INT32_MAX;
     sync_block();
-    if (thread_index() < 32) {
-      const int lane = thread_index(), each = (experts + 31) / 32, begin = min(lane * each, experts),
-                end = min(begin + each, experts);
-      // A pair's place among its expert's: how many come before it.
 #pragma unroll 1
-      for (int j0 = 0; j0 < pairs; j0 += 32) {
-        const int j = j0 + lane, e = j < pairs ? chosen[j] : -1;
-        const uint32_t same = __match_any_sync(~0u, e), before = same & ((1u << lane) - 1);
-        const int base = e >= 0 ? count[e] : 0;
-        __syncwarp();
-        if (e >= 0) place[j] = static_cast<int16_t>(base + __popc(before));
-        if (e >= 0 && before == 0) count[e] = base + __popc(same);
-        __syncwarp();
+    for (int j = thread_index(); j < pairs; j += kThreads) {
+      const int own = key[j], first = own & ~static_cast<int>(kMaxPairs - 1);  // the expert's
+      int before = 0, others = 0;                                              // of these, other experts'
+#pragma unroll 2
+      for (int o = 0; o < pairs; o += 4) {
+        const int4 four = *reinterpret_cast<const int4*>(key + o);
+        before += (four.x < own) + (four.y < own) + (four.z < own) + (four.w < own);
+        others += (four.x < first) + (four.y < first) + (four.z < first) + (four.w < first);
       }
-      // Running sums over the experts: each lane has a stretch of them.
-      const auto slices_of = [](int c) { return (c + kSliceRows - 1) / kSliceRows; };
-      int own = 0, own_slices = 0;
+      s_.pairs[before] = static_cast<uint16_t>(j);
+      if ((before - others) % kSliceRows == 0) atomicOr(&starts[before / 32], 1u << before % 32);
+    }
+    sync_block();
 #pragma unroll 1
-      for (int e = begin; e < end; ++e) own += count[e], own_slices += slices_of(count[e]);
-      int at = own, slice = own_slices;
+    for (int at = thread_index(); at < pairs; at += kThreads) {
+      int slice = 0;
 #pragma unroll 1
-      for (int step = 1; step < 32; step *= 2) {
-        const int a = __shfl_up_sync(~0u, at, step), b = __shfl_up_sync(~0u, slice, step);
-        if (lane >= step) at += a, slice += b;
+      for (int w = 0; w < at / 32; ++w) slice += __popc(starts[w]);
+      const uint32_t word = starts[at / 32];
+      slice += __popc(word & ((1u << at % 32) - 1));
+      if (word >> at % 32 & 1u) {
+        s_.expert[slice] = static_cast<int16_t>(key[s_.pairs[at]] >> kMaxPairsLog2);
+        s_.first[slice++] = static_cast<int16_t>(at);
       }
-      if (lane == 31) s_.slices = slice, s_.first[slice] = static_cast<int16_t>(at);
-      at -= own;
-      slice -= own_slices;
-#pragma unroll 1
-      for (int e = begin; e < end; ++e) {
-        first[e] = at;
-#pragma unroll 1
-        for (int c = 0; c < count[e]; c += kSliceRows, ++slice) {
-          s_.expert[slice] = static_cast<int16_t>(e);
-          s_.first[slice] = static_cast<int16_t>(at + c);
-        }
-        at += count[e];
-      }
+      if (at == pairs - 1) s_.slices = slice, s_.first[slice] = static_cast<int16_t>(pairs);
     }
     sync_block();
     if (const int i = thread_index(); i < 2)
       s_.expert_units[i] =
           part(s_.slices * s_.jobs.experts[p_.kind[layer()].nvfp4][i].groups, place_.index, place_.size);
-#pragma unroll 1
-    for (int j = thread_index(); j < pairs; j += kThreads)
-      s_.pairs[first[chosen[j]] + place[j]] = static_cast<uint16_t>(j);
     sync_block();
   }
 

@@ -10,10 +10,6 @@
 namespace muse {
 namespace {
 
-__device__ DenseJob head_job(const StepArgs& a, int rank) {
-  return column_parallel_job(a.head.lm_head[rank], a.plan.head_groups() * 16, a.plan.hidden);
-}
-
 // Is (a, a_id) the better argmax candidate? NaN below all numbers, ties to the lower id; id -1: none.
 __device__ __forceinline__ bool better(float a, int32_t a_id, float b, int32_t b_id) {
   if (a_id < 0 || b_id < 0) return b_id < 0 && a_id >= 0;
@@ -39,17 +35,14 @@ class Head : DenseBase {
     if (rows() == 0) return false;
     next_epoch();
     norm_rows();
-    const int64_t groups = p_.head_groups();
     float* sums = mine<float>(w_.segment_sums);
     for (int i0 = 0; i0 < rows(); i0 += kPassRows) {
       if (!rank_barrier(Phase::kHead)) return false;  // h is written, the last pass's sums are read
-      const DenseJob job = head_job(a_, me());
-      const Range tasks = job.tasks(block(), blocks());
+      const DenseJob& job = s_.jobs.dense[0];
+      const Range tasks = s_.jobs.tasks[0];
       const int segment = job.segment(tasks);
       load_operand(mine<uint16_t>(w_.h), hidden(), i0, segment * job.blocks, job.blocks);
-      dense_pass(job, tasks, i0, [&](int group, const Accumulators& acc) {
-        store_sums(sums, kHeadRows, static_cast<int>(groups) * 16, group, segment, i0, i0, acc);
-      });
+      dense_pass(job, tasks, [&] { run_phase<&Head::multiply>(i0); });
       if (!rank_barrier(Phase::kHead)) return false;
       finish_logits(sums, i0);
     }
@@ -57,7 +50,26 @@ class Head : DenseBase {
     return rank_barrier(Phase::kHead);
   }
 
+  // The finishing warps.
+  __device__ void help() {
+    if (s_.jobs.tasks[0].end - s_.jobs.tasks[0].begin <= kWarps) return;
+    for (int i0 = 0; i0 < rows(); i0 += kPassRows) {
+      if (!units_.wait_dense(i0 / kPassRows, ring_)) return;
+      run_phase<&Head::multiply>(i0);
+      units_.end_dense();
+    }
+  }
+
  private:
+  __device__ void multiply(int i0) {
+    const DenseJob& job = s_.jobs.dense[0];
+    const Range tasks = s_.jobs.tasks[0];
+    const int segment = job.segment(tasks), columns = job.groups * 16;
+    dense_tasks(job, tasks, i0, [&](int group, const Accumulators& acc) {
+      store_sums(mine<float>(w_.segment_sums), kHeadRows, columns, group, segment, i0, i0, acc);
+    });
+  }
+
   // The results start as ones; those of inactive rows are zeros, their token stays -1.
   __device__ void clear_inactive() {
     const int64_t columns = p_.vocab_rank();
@@ -163,6 +175,11 @@ __global__ void __launch_bounds__(kLaunchThreads, 1) decode_head(const __grid_co
   BlockShared& shared = block_shared();
   start_block(args, shared);
   if (threadIdx.x == 0) {
+    const uint32_t size = gridDim.x / args.local_count;
+    DenseJob& job = shared.jobs.dense[0];
+    job = column_parallel_job(args.head.lm_head[args.local[blockIdx.x / size]], args.plan.head_groups() * 16,
+                              args.plan.hidden);
+    shared.jobs.tasks[0] = job.tasks(blockIdx.x % size, size);
     shared.rows.count = 0;
     for (int t = 0; t < args.plan.rows; ++t)
       if (args.shared.sequence[t] >= 0) shared.rows.row[shared.rows.count++] = static_cast<int16_t>(t);
@@ -173,14 +190,14 @@ __global__ void __launch_bounds__(kLaunchThreads, 1) decode_head(const __grid_co
     if (threadIdx.x < kThreads) {
       Head head(shared);
       if (head.run() && place.index == 0 && threadIdx.x == 0) finish_launch(place);
+    } else if (threadIdx.x / 32 >= kFirstFinisher && shared.rows.count > 0) {
+      Head(shared).help();
     }
   }
   if (threadIdx.x / 32 == kProducer) {
     if (!place.gave_up && shared.rows.count > 0) {
       Producer producer(shared);
-      const DenseJob job = head_job(shared.args, place.rank);
-      producer.dense(job, job.tasks(place.index, place.size), 0,
-                     (shared.rows.count + kPassRows - 1) / kPassRows);
+      producer.dense(shared.jobs.dense[0], shared.jobs.tasks[0], 0, (shared.rows.count + kPassRows - 1) / kPassRows);
     }
     Ring(shared.ring).drain(threadIdx.x % 32);
   }

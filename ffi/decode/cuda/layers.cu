@@ -167,7 +167,7 @@ __global__ void __launch_bounds__(kLaunchThreads, 1) decode_layers(const __grid_
     if (work && shared.rows.count > 0) stream_weights(shared);
     Ring(shared.ring).drain(threadIdx.x % 32);
   } else if (work && shared.rows.count > 0) {
-    run_phase<&Step::finish_units>();
+    run_phase<&Step::finish_all>();
   }
   __syncthreads();  // the producer's copies have landed
 }
@@ -177,8 +177,8 @@ int64_t region_bytes(const Plan& p) {
                             row_parallel_operand_bytes(p.moe_columns()), static_cast<int64_t>(sizeof(ExpertTerms)),
                             p.hidden * 6 + p.hidden / kRanks * 12,  // a row, its gains; a segment's stream and gates
                             static_cast<int64_t>(sizeof(AttentionShared)),
-                            std::max<int64_t>(sizeof(float) * 2048 + 256, p.moe_hidden * 6),  // router
-                            p.experts * 8 + kMaxPairs * 4,                                    // pairs by expert
+                            std::max<int64_t>(sizeof(float) * 2048 + 256, p.moe_hidden * 4),  // router
+                            kMaxPairs * 4 + 16 + kMaxPairs / 8,                               // pairs by expert
                             int64_t{kUnits} * kUnitSumBytes});
 }
 

@@ -26,7 +26,7 @@ __device__ __forceinline__ void start_block(const StepArgs& args, BlockShared& s
     place.layer = static_cast<uint32_t>(args.plan.layer_begin);
     place.epoch = load_relaxed(&place.control->epoch);
     place.arrivals = load_relaxed(&place.control->base);
-    place.chunk = place.unit = place.events = 0;
+    place.chunk = place.unit = place.dense = place.events = 0;
     place.gave_up = load_relaxed(&place.control->abort);  // an earlier step's failure; nothing works until the rebuild
   }
   if (const int i = threadIdx.x; i < 8) {

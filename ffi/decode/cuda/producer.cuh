@@ -19,8 +19,9 @@ class Producer {
   __device__ bool dense(const DenseJob& job, Range range, int layer, int passes) {
     const uint32_t tasks = range.end - range.begin, chunks = job.chunks(), in_pass = tasks * chunks;
     return stream(in_pass * passes, [&](uint32_t k) {
-      // Rounds of at most kWarps tasks, chunk by chunk.
-      const uint32_t at = k % in_pass, round = at / (kWarps * chunks) * kWarps, at_once = min(kWarps, tasks - round);
+      // Rounds of so many tasks, chunk by chunk.
+      const uint32_t at = k % in_pass, round = at / (kTasksAtOnce * chunks) * kTasksAtOnce,
+                     at_once = min(uint32_t{kTasksAtOnce}, tasks - round);
       const uint32_t rest = at - round * chunks, c = rest / at_once;
       const int task = range.begin + round + rest - c * at_once, segment = job.by_groups.quotient(task);
       return Piece{reinterpret_cast<const unsigned char*>(job.chunk(layer, task - segment * job.groups, segment, c)),

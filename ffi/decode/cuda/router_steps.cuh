@@ -17,14 +17,16 @@ class RouterSteps : public AttentionSteps {
  public:
   using AttentionSteps::AttentionSteps;
 
-  // Every rank routes every row for itself. A row's choice of experts and its expert operand are for two blocks.
+  // Every rank routes every row for itself. A block chooses a row's experts or makes a part of its expert operand.
   __device__ bool route_rows() {
 #pragma unroll 1
-    for (int unit = first_unit(4); unit < 2 * rows(); unit += blocks()) {
+    for (int unit = first_unit(4); unit < (1 + kOperandParts) * rows(); unit += blocks()) {
       sync_block();
-      if (!(unit % 2 ? run_phase<&RouterSteps::make_operand>(unit / 2)
-                     : run_phase<&RouterSteps::choose_experts>(unit / 2)))
-        return false;
+      if (unit < rows()) {
+        if (!run_phase<&RouterSteps::choose_experts>(unit)) return false;
+      } else {
+        if (!run_phase<&RouterSteps::make_operand>(unit - rows())) return false;
+      }
     }
     return true;
   }
@@ -101,25 +103,23 @@ class RouterSteps : public AttentionSteps {
     return true;
   }
 
-  // The pooled row, normed, as expert operand.
-  __device__ bool make_operand(int i) {
+  static constexpr int kOperandParts = 4;
+
+  // A part of the pooled row, normed, as expert operand. Each block norms the whole row for itself.
+  __device__ bool make_operand(int unit) {
+    const int i = unit / kOperandParts;
     fetch_pooled(i);
     if (!all_alive()) return false;
     const float sum = block_sumsq(moe_hidden(), region<float>(), s_.partial);
-    run_phase<&RouterSteps::write_operand>(i, rms_factor(sum, moe_hidden(), p_.eps));
+    run_phase<&RouterSteps::write_operand>(i, unit % kOperandParts, rms_factor(sum, moe_hidden(), p_.eps));
     return true;
   }
 
-  // Pairs of columns -> the region: as floats; behind them their gains, for which the normed row will stand.
+  // Pairs of columns -> the region, as floats.
   __device__ void fetch_pooled(int i) {
     const int half = static_cast<int>(p_.moe_columns()) / 2, pairs = kRanks * half;
     float2* row = region<float2>();
-    uint32_t *two = region<uint32_t>(), *words = two + 2 * pairs;
-    const uint4* gains = reinterpret_cast<const uint4*>(a_.shared.moe_gains + 2 * layer() * moe_hidden());
-#pragma unroll 1
-    for (int c = thread_index(); c < moe_hidden() / 8; c += kThreads)
-      asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared_address(words) + 16 * c), "l"(gains + c)
-                   : "memory");
+    uint32_t* two = region<uint32_t>();
     const uint64_t* pooled = slots_from(0, w_.pooled, kMaxRows * half) + i * half;
 #pragma unroll 1
     for (int c = thread_index(); c < half; c += kThreads) {
@@ -127,68 +127,65 @@ class RouterSteps : public AttentionSteps {
 #pragma unroll 1
       for (int at = c; at < pairs; at += half) row[at] = {low_bf16(two[2 * at]), high_bf16(two[2 * at])};
     }
-    asm volatile("cp.async.wait_all;" ::: "memory");
   }
 
-  // A 16-block per thread. Two loops over a block's words, not one long piece of code: it runs once per layer, out of a
-  // cold instruction cache. Threads start at different words, for the banks' sake.
-  __device__ void write_operand(int i, float r) {
-    const int l = layer();
-    const float2* row = region<float2>();
-    uint32_t* words = region<uint32_t>() + moe_hidden();
+  // Eight threads per 16-block, two numbers each.
+  __device__ void write_operand(int i, int of_parts, float r) {
+    const int l = layer(), k = thread_index() % 8;
+    const Range blocks = part(moe_hidden() / 16, of_parts, kOperandParts);
+    const uint32_t* gains = reinterpret_cast<const uint32_t*>(global(a_.shared.moe_gains) + 2 * l * moe_hidden());
     uint16_t* out = mine<uint16_t>(w_.x) + i * expert_row(moe_hidden());
     const bool quantized = p_.kind[l].nvfp4 && p_.quantize_activations;
     const float input_scale = a_.shared.input_scales[2 * l];
 #pragma unroll 1
-    for (int b = thread_index(); b < moe_hidden() / 16; b += kThreads) {
-      float amax = 0.0f;
-      bool finite = true;
-#pragma unroll 1
-      for (int k0 = 0; k0 < 8; ++k0) {
-        const int at = 8 * b + (k0 + b) % 8;
-        const float2 v = row[at];
-        const uint32_t gain = words[at];
-        const uint16_t x = to_bf16((v.x * r) * low_bf16(gain)), y = to_bf16((v.y * r) * high_bf16(gain));
-        words[at] = pack(x, y);
-        amax = fmaxf(amax, fmaxf(abs32(from_bf16(x)), abs32(from_bf16(y))));
-        finite = finite && bf16_finite(x) && bf16_finite(y);
+    for (int first = blocks.begin; first < blocks.end; first += kThreads / 8) {
+      const int at = first + thread_index() / 8, b = min(at, blocks.end - 1);  // a warp stays together
+      const float2 v = region<float2>()[8 * b + k];
+      const uint32_t gain = __ldg(gains + 8 * b + k);
+      const uint16_t x = to_bf16((v.x * r) * low_bf16(gain)), y = to_bf16((v.y * r) * high_bf16(gain));
+      uint32_t two = pack(x, y);
+      if (quantized) {  // what the codes and their scale stand for
+        float amax = fmaxf(abs32(from_bf16(x)), abs32(from_bf16(y)));
+#pragma unroll
+        for (int step = 1; step < 8; step *= 2) amax = fmaxf(amax, __shfl_xor_sync(~0u, amax, step));
+        const uint32_t infinite = __ballot_sync(~0u, !bf16_finite(x) || !bf16_finite(y));
+        const uint8_t sf = block_scale(amax, (infinite >> (thread_index() % 32 & ~7) & 0xFFu) == 0, input_scale);
+        const bool zero = sf == 0 || sf == kNan8;
+        const float scale = from_e4m3(sf), divisor = scale * input_scale;
+        const uint32_t low = zero ? 0u : code_of(from_bf16(x), divisor),
+                       high = zero ? 0u : code_of(from_bf16(y), divisor);
+        two = pack(code_value(low, scale), code_value(high, scale));
       }
-      const uint8_t sf = block_scale(amax, finite, input_scale);
-      const bool zero = sf == 0 || sf == kNan8;
-      const float scale = from_e4m3(sf), divisor = scale * input_scale;
-      uint32_t* to = reinterpret_cast<uint32_t*>(operand_block(out, moe_hidden(), b));
-#pragma unroll 1
-      for (int k0 = 0; k0 < 8; ++k0) {
-        const int k = (k0 + b) % 8;
-        uint32_t two = words[8 * b + k];
-        if (quantized) {  // what the codes and their scale stand for
-          const uint32_t x = zero ? 0u : code_of(low_bf16(two), divisor);
-          const uint32_t y = zero ? 0u : code_of(high_bf16(two), divisor);
-          two = pack(code_value(x, scale), code_value(y, scale));
-        }
-        to[k % 4 * 4 + k / 4] = two;
-      }
+      if (at < blocks.end) reinterpret_cast<uint32_t*>(operand_block(out, moe_hidden(), b))[k % 4 * 4 + k / 4] = two;
     }
   }
 
-  // Keys as unsigned numbers of the same order; NaN below all others.
+  // Keys as unsigned numbers of the same order, at least 1; NaN below all others.
   __device__ static uint32_t sortable(float key) {
     const uint32_t bits = bit_cast<uint32_t>(key == 0.0f ? 0.0f : key);  // -0 and +0 are equal
-    return is_nan(key) ? 0u : bits >> 31 ? ~bits : bits | 0x80000000u;
+    return is_nan(key) ? 1u : bits >> 31 ? ~bits : bits | 0x80000000u;
   }
 
-  // The K largest keys in descending order, ties to the lowest id: a thread counts who is ahead of its expert.
+  // The K largest keys in descending order, ties to the lowest id: a thread counts who is ahead of its expert. Of the
+  // experts before it those with an equal key are too, which a comparison with the next lower number says (the lowest
+  // is NaN's, 1).
   __device__ void rank_experts(RouterRegion& sh, int experts) const {
 #pragma unroll 1
     for (int e = thread_index(); e < experts; e += kThreads) {
       const uint32_t own = sh.key[e];
       int ahead = 0;
+      const auto count = [&](int begin, int end, uint32_t limit) {
+#pragma unroll 2
+        for (int o = begin; o < end; o += 4) {
+          const uint4 four = *reinterpret_cast<const uint4*>(sh.key + o);
+          ahead += (four.x > limit) + (four.y > limit) + (four.z > limit) + (four.w > limit);
+        }
+      };
+      const int group = e & ~3;
+      count(0, group, own - 1);
 #pragma unroll 1
-      for (int o = 0; o < experts; o += 4) {  // a multiple of eight
-        const uint4 four = *reinterpret_cast<const uint4*>(sh.key + o);
-        ahead += (four.x > own || (four.x == own && o < e)) + (four.y > own || (four.y == own && o + 1 < e)) +
-                 (four.z > own || (four.z == own && o + 2 < e)) + (four.w > own || (four.w == own && o + 3 < e));
-      }
+      for (int o = group; o < group + 4; ++o) ahead += sh.key[o] > own - (o < e);
+      count(group + 4, experts, own);  // experts are a multiple of eight
       if (ahead < top_k()) sh.chosen[ahead] = e;
     }
   }

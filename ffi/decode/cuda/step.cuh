@@ -16,8 +16,8 @@
 
 namespace muse {
 
-// How far another rank's workspace is from one's own, in bytes, and as whose what is stored there counts: one's own, or,
-// alone on its own (loopback), that rank's: a rank then plays all its peers.
+// How far another rank's workspace is from one's own, in bytes, and as whose what is stored there counts: one's own,
+// or, alone on its own (loopback), that rank's: a rank then plays all its peers.
 struct Peer {
   int64_t distance;
   int32_t source;

@@ -19,6 +19,7 @@ struct Place {
   uint32_t arrivals;           // at the rank's barriers, ever, once all blocks have come to the last one
   uint32_t chunk;              // of the weight ring, at the start of the phase
   uint32_t unit;               // of the experts', likewise
+  uint32_t dense;              // dense passes that the finishing warps helped with
   uint32_t events;             // of the timeline, so far
   volatile uint32_t gave_up;   // some thread of the block waited too long
 };

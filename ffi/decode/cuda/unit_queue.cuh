@@ -9,7 +9,8 @@ namespace muse {
 
 struct UnitQueueShared {
   uint64_t full[kUnits], empty[kUnits];
-  uint64_t begun, ended;  // once per GEMM: there are units to wait for; the finishing warps have no more
+  uint64_t begun, ended;              // once per GEMM: there are units to wait for; the finishing warps have no more
+  uint64_t dense_begun, dense_ended;  // once per dense pass with tasks for the finishing warps
 };
 
 class UnitQueue {
@@ -21,6 +22,8 @@ class UnitQueue {
     for (int i = 0; i < kUnits; ++i) barrier_init(&s_.full[i], kThreads), barrier_init(&s_.empty[i], 32);
     barrier_init(&s_.begun, kThreads);
     barrier_init(&s_.ended, 32 * kFinishers);
+    barrier_init(&s_.dense_begun, kThreads);
+    barrier_init(&s_.dense_ended, 32 * kFinishers);
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
   }
 
@@ -32,9 +35,16 @@ class UnitQueue {
   }
   __device__ __forceinline__ void bring(uint32_t unit) const { barrier_arrive(&s_.full[unit % kUnits]); }
   __device__ __forceinline__ void wait_end(bool second) const { pass(&s_.ended, second); }
+  // `pass`: how many there were before.
+  __device__ void begin_dense() const { barrier_arrive(&s_.dense_begun); }
+  __device__ __forceinline__ void wait_dense_end(uint32_t pass) const { this->pass(&s_.dense_ended, pass & 1u); }
 
   // Finishing warps; false: the block is leaving.
   __device__ bool wait_begin(bool second, const Ring& ring) const { return pass_or_leave(&s_.begun, second, ring); }
+  __device__ bool wait_dense(uint32_t pass, const Ring& ring) const {
+    return pass_or_leave(&s_.dense_begun, pass & 1u, ring);
+  }
+  __device__ void end_dense() const { barrier_arrive(&s_.dense_ended); }
   __device__ bool wait_unit(uint32_t unit, const Ring& ring) const {
     return pass_or_leave(&s_.full[unit % kUnits], (unit >> kUnitsLog2) & 1u, ring);
   }
