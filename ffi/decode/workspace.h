@@ -82,6 +82,7 @@ struct Workspace {
   int64_t partial[2], branch[2], logits, pooled, hidden, sums;
   int64_t row_sums[2];  // slots that the rank itself fills: [row][segment]
   int64_t combined;     // likewise: [row][pair of columns]
+  int64_t head_sums;    // likewise: [segment][row][column of q, k, v and u]
   int64_t timeline;     // [block][event]
   int64_t bytes;
 };
@@ -100,8 +101,7 @@ MUSE_FN Workspace workspace_of(const Plan& p) {
   const auto padded = [&p](int64_t k) { return kSegments * p.panels(k) * kPanelBlocks * 16; };
   w.h = take(rows * p.hidden * 2);
   w.best = take(2 * kRanks * rows * kBestWords * 8);  // by parity of the epoch: two head calls may follow each other
-  w.segment_sums =
-      take(kSegments * 4 * larger(rows * larger(p.qkvu_rows(), p.moe_columns()), kHeadRows * 16 * p.head_groups()));
+  w.segment_sums = take(kSegments * 4 * larger(rows * p.moe_columns(), kHeadRows * 16 * p.head_groups()));
   w.stream = take(rows * p.hidden * 4);
   w.q = take(rows * p.q_columns() * 2);
   w.u = take(rows * p.q_columns() * 2);
@@ -125,6 +125,7 @@ MUSE_FN Workspace workspace_of(const Plan& p) {
   w.hidden = take(kRanks * pairs * (p.inner_columns() / 16) * kBlockWords * 8);
   w.sums = take(kRanks * pairs * 8);
   w.combined = take(rows * (p.moe_columns() / 2) * 8);
+  w.head_sums = take(kSegments * rows * p.qkvu_rows() * 8);
 #ifdef MUSE_TIMELINE
   w.timeline = take(kTimelineBlocks * kTimelineEvents * 8);
 #endif

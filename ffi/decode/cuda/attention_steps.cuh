@@ -12,38 +12,37 @@ class AttentionSteps : public RowSteps {
 
   // One warp per row and head: adds the segments; q and k are normed and rotated; k and v go to the cache.
   __device__ void finish_heads() {
-    const int l = layer();
-    const int warp = thread_index() / 32, lane = thread_index() % 32;
-    const int q_heads = static_cast<int>(p_.q_heads / kRanks), kv_heads = static_cast<int>(p_.kv_rank()),
-              heads = 2 * q_heads + kv_heads, columns = static_cast<int>(p_.qkvu_rows());
-    const float* sums = mine<float>(w_.segment_sums);
+    const int heads = 2 * q_heads() + s_.attention.kv_heads;
 #pragma unroll 1
-    for (int unit = warp * blocks() + first_unit(2); unit < rows() * heads; unit += blocks() * kWarps) {
-      const int i = unit / heads, head = unit - i * heads;
-      // q, k and u heads; v goes with k.
-      const int place = head < q_heads + kv_heads ? head : head + kv_heads;
-      const uint32_t two = add_segments(sums, kMaxRows, columns, i, place * kHeadDim + 2 * lane);
-      if (head >= q_heads + kv_heads) {  // u
-        const int at = i * q_heads + head - q_heads - kv_heads;
-        reinterpret_cast<uint32_t*>(mine<uint16_t>(w_.u) + at * kHeadDim)[lane] = two;
-        continue;
-      }
-      const float r = head_scale(two, lane);
-      float y0 = round_bf16(low_bf16(two) * r), y1 = round_bf16(high_bf16(two) * r);
-      if (p_.kind[l].rope) {
-        const float* table = a_.shared.rope + s_.rows.position[i] * kHeadDim;
-        const float cosine = table[lane], sine = table[lane + kHeadDim / 2];
-        const float z0 = round_bf16(y0 * cosine - y1 * sine), z1 = round_bf16(y0 * sine + y1 * cosine);
-        y0 = z0;
-        y1 = z1;
-      }
-      const uint32_t pair = pack(to_bf16(y0), to_bf16(y1));
-      if (head < q_heads)
-        reinterpret_cast<uint32_t*>(mine<uint16_t>(w_.q) + (i * q_heads + head) * kHeadDim)[lane] = pair;
-      else
-        cache(l, i, head - q_heads, pair,
-              add_segments(sums, kMaxRows, columns, i, (head + kv_heads) * kHeadDim + 2 * lane));
+    for (int unit = warp_index() * blocks() + first_unit(2); unit < rows() * heads; unit += blocks() * kWarps)
+      run_phase<&AttentionSteps::finish_head>(unit / heads, unit % heads);
+  }
+
+  // Row i's heads are those of q, k and u; v goes with k.
+  __device__ void finish_head(int i, int head) {
+    const bool query = head < q_heads(), gate = head >= q_heads() + s_.attention.kv_heads;
+    const uint32_t two = head_columns(i, gate ? head + s_.attention.kv_heads : head);
+    const uint32_t value = query || gate ? 0u : head_columns(i, head + s_.attention.kv_heads);
+    const int l = layer(), lane = lane_index();
+    if (gate) {
+      const int at = i * q_heads() + head - q_heads() - s_.attention.kv_heads;
+      reinterpret_cast<uint32_t*>(mine<uint16_t>(w_.u) + at * kHeadDim)[lane] = two;
+      return;
     }
+    const float r = head_scale(two, lane);
+    float y0 = round_bf16(low_bf16(two) * r), y1 = round_bf16(high_bf16(two) * r);
+    if (p_.kind[l].rope) {
+      const float* table = a_.shared.rope + s_.rows.position[i] * kHeadDim;
+      const float cosine = table[lane], sine = table[lane + kHeadDim / 2];
+      const float z0 = round_bf16(y0 * cosine - y1 * sine), z1 = round_bf16(y0 * sine + y1 * cosine);
+      y0 = z0;
+      y1 = z1;
+    }
+    const uint32_t pair = pack(to_bf16(y0), to_bf16(y1));
+    if (query)
+      reinterpret_cast<uint32_t*>(mine<uint16_t>(w_.q) + (i * q_heads() + head) * kHeadDim)[lane] = pair;
+    else
+      cache(l, i, head - q_heads(), pair, value);
   }
 
   // The units of attention_schedule.cuh.
@@ -67,6 +66,16 @@ class AttentionSteps : public RowSteps {
   }
 
  private:
+  __device__ int q_heads() const { return s_.attention.kv_heads * s_.attention.group; }  // of the rank
+
+  // A lane's two columns of a head of row i.
+  __device__ uint32_t head_columns(int i, int head) const {
+    const int columns = static_cast<int>(p_.qkvu_rows());
+    return wait_segments(place_, Phase::kAttention,
+                         mine<uint64_t>(w_.head_sums) + i * columns + head * kHeadDim + 2 * lane_index(),
+                         kMaxRows * columns);
+  }
+
   // 1 / rms of a head by one warp, two neighbouring elements a lane.
   __device__ float head_scale(uint32_t two, int lane) const {
     float own[4];
@@ -190,7 +199,7 @@ class AttentionSteps : public RowSteps {
     wait_count(mine<uint32_t>(w_.stretch_counts) + i * s_.attention.kv_heads + head, c.runs(run) + c.last - c.own + 1);
     if (warp >= heads) return;
     const float *numerators = stored + warp * kHeadDim + 2 * lane, *denominators = stored + heads * kHeadDim + warp;
-    constexpr int kAtOnce = 4;
+    constexpr int kAtOnce = 8;  // loads in flight
     float2 own{}, all{};
     float own_denominator = 0.0f, denominator = 0.0f;
 #pragma unroll 1
@@ -224,9 +233,8 @@ class AttentionSteps : public RowSteps {
   // Until all units that leave sums have been; called by all. If somebody gave up, the next barrier says so.
   __device__ void wait_count(uint32_t* counter, uint32_t count) {
     if (thread_index() == 0) {
-      for (uint32_t spins = 1; !place_.gave_up && load_relaxed(counter) != count; ++spins)
+      for (uint32_t spins = 1; !place_.gave_up && load_acquire(counter) != count; ++spins)
         if (spins % 256 == 0 && should_leave(place_, Phase::kAttention, place_.rank, kBarrierGrace)) place_.gave_up = 1;
-      fence_rank();
       *counter = 0;  // for the next layer, which lies behind barriers
     }
     sync_block();

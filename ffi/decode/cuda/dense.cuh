@@ -100,18 +100,24 @@ class DenseBase : public StepBase {
     }
   }
 
+  // What a lane holds of a task's results: emit(row, column, sum), counted from row i0 + 2 t, of those that exist, and
+  // column g.
+  template <typename Emit>
+  __device__ __forceinline__ void for_results(int i0, const Accumulators& acc, Emit emit) const {
+    const int left = rows() - i0 - thread_index() % 4 * 2;
+#pragma unroll 1
+    for (int b = 0; b < 2; ++b)
+#pragma unroll
+      for (int j = 0; j < 4; ++j)
+        if (8 * b + (j & 1) < left) emit(8 * b + (j & 1), 8 * (j >> 1), b ? acc[1][j] : acc[0][j]);
+  }
+
   // Column-parallel results: segment sums [segment][stride rows][columns] in the rank's scratch, of rows i0 ...
   __device__ void store_sums(float* sums, int stride, int columns, int group, int segment, int i0, int row0,
                              const Accumulators& acc) const {
     const int g = thread_index() % 32 / 4, t = thread_index() % 4;
-#pragma unroll 1
-    for (int b = 0; b < 2; ++b)
-#pragma unroll
-      for (int j = 0; j < 4; ++j) {
-        const int i = i0 + 8 * b + 2 * t + (j & 1);
-        if (i < rows())
-          sums[(segment * stride + i - row0) * columns + group * 16 + g + 8 * (j >> 1)] = b ? acc[1][j] : acc[0][j];
-      }
+    float* at = sums + (segment * stride + i0 - row0 + 2 * t) * columns + group * 16 + g;
+    for_results(i0, acc, [&](int row, int column, float sum) { at[row * columns + column] = sum; });
   }
 
   // Two neighbouring columns of row i, added over the segments and rounded.

@@ -38,9 +38,11 @@ class DenseSteps : public OperandSteps {
     dense_tasks(job, tasks, i0, [&](int group, const Accumulators& acc) {
       if (row_parallel) {
         push_partials(w_.partial[which == Gemm::kPostExpert], group, i0, acc);
+      } else if (which == Gemm::kQkvu) {
+        store_slots(group, segment, i0, acc);
       } else {
         store_sums(mine<float>(w_.segment_sums), kMaxRows, job.groups * 16, group, segment, i0, 0, acc);
-        if (which == Gemm::kPreExpert) run_phase<&DenseSteps::push_pooled>(group, i0);
+        run_phase<&DenseSteps::push_pooled>(group, i0);
       }
     });
   }
@@ -63,19 +65,22 @@ class DenseSteps : public OperandSteps {
     dense_pass(s_.jobs.dense[index], s_.jobs.tasks[index], [&] { run_phase<&DenseSteps::warp_tasks>(i0); });
   }
 
-  __device__ void push_partials(int64_t offset, int group, int i0, const Accumulators& acc) const {
+  // Of q, k, v and u each warp that finishes a head waits for the sums that it needs, instead of all blocks for all.
+  __device__ void store_slots(int group, int segment, int i0, const Accumulators& acc) const {
+    const int g = thread_index() % 32 / 4, t = thread_index() % 4, columns = static_cast<int>(p_.qkvu_rows());
+    uint64_t* slot = mine<uint64_t>(w_.head_sums) + (segment * kMaxRows + i0 + 2 * t) * columns + group * 16 + g;
+    for_results(i0, acc, [&](int row, int column, float sum) {
+      store_slot(slot + row * columns + column, bit_cast<uint32_t>(sum), place_.epoch);
+    });
+  }
+
+  __device__ void push_partials(int64_t address, int group, int i0, const Accumulators& acc) const {
     const int g = thread_index() % 32 / 4, t = thread_index() % 4;
     const int owned = hidden() / kRanks, owner = group * 16 / owned, column = group * 16 - owner * owned + g;
-    uint64_t* slot = slots_to(owner, offset, kMaxRows * owned) + column;
-    const uint32_t epoch = place_.epoch;
-#pragma unroll 1
-    for (int b = 0; b < 2; ++b)
-#pragma unroll
-      for (int j = 0; j < 4; ++j) {
-        const int i = i0 + 8 * b + 2 * t + (j & 1);
-        if (i < rows())
-          store_slot(slot + i * owned + 8 * (j >> 1), bit_cast<uint32_t>(b ? acc[1][j] : acc[0][j]), epoch);
-      }
+    uint64_t* slot = slots_to(owner, address, kMaxRows * owned) + (i0 + 2 * t) * owned + column;
+    for_results(i0, acc, [&](int row, int beside, float sum) {
+      store_slot(slot + row * owned + beside, bit_cast<uint32_t>(sum), place_.epoch);
+    });
   }
 
   // Pooled rows go to every rank. Segment sums would be too many, so the last of a row group's eight tasks adds them.
@@ -83,13 +88,12 @@ class DenseSteps : public OperandSteps {
     const float* sums = mine<float>(w_.segment_sums);
     const int lane = thread_index() % 32, columns = static_cast<int>(p_.moe_columns());
     uint32_t* counter = mine<uint32_t>(w_.group_counts) + i0 / kPassRows * (columns / 16) + group;
-    uint32_t arrived = 0;
-    __threadfence();
+    uint32_t before = 0;
     __syncwarp();
-    if (lane == 0) arrived = atomicAdd(counter, 1u);
-    if (__shfl_sync(~0u, arrived, 0) != kSegments - 1) return;
+    if (lane == 0) before = count_arrival(counter);
+    if (__shfl_sync(~0u, before, 0) != kSegments - 1) return;
+    __syncwarp();                 // for the memory that the first lane saw
     if (lane == 0) *counter = 0;  // for the next layer, which lies behind barriers
-    __threadfence();
 #pragma unroll 1
     for (int at = lane; at < min(kPassRows, rows() - i0) * 8; at += 32) {
       const int i = i0 + at / 8, column = group * 16 + at % 8 * 2;

@@ -138,11 +138,7 @@ class ExpertFinish : public RouterSteps {
     const int lane = thread_index() % 32;
     __syncwarp();
     uint32_t before = 0;
-    if (lane == 0) {
-      __threadfence();
-      before = atomicAdd(done, 1u);
-      __threadfence();
-    }
+    if (lane == 0) before = count_arrival(done);
     if (static_cast<int>(__shfl_sync(~0u, before, 0)) + 1 != groups) return;
     __syncwarp();              // for the memory that the first lane saw
     if (lane == 0) *done = 0;  // for the next layer, which lies behind barriers

@@ -35,10 +35,10 @@ class Step : public ExpertSteps {
   // From the stream to the operand of o_proj.
   __device__ bool attention() {
     if (!run_phase<&Step::gemm>()) return false;
-    next_epoch();  // the sums of squares that were waited for are of the layer before
     mark(Mark::kProject);
-    if (!rank_barrier(Phase::kAttention)) return false;
     run_phase<&Step::finish_heads>();
+    sync_block();  // all have read the epoch
+    next_epoch();  // the sums of squares that were waited for are of the layer before
     mark(Mark::kHeads);
     if (!rank_barrier(Phase::kAttention)) return false;
     run_phase<&Step::attend_rows>();
@@ -57,6 +57,7 @@ class Step : public ExpertSteps {
     run_phase<&Step::group_pairs>();
     ring_.experts_known();
     mark(Mark::kGroup);
+    run_phase<&Step::prepare_terms>(0);  // while the first weights come
     experts();
     mark(Mark::kFirst);
     if (!run_phase<&Step::gather_hidden>()) return false;
@@ -174,7 +175,7 @@ __global__ void __launch_bounds__(kLaunchThreads, 1) decode_layers(const __grid_
 
 int64_t region_bytes(const Plan& p) {
   return std::max<int64_t>({dense_operand_bytes(p.hidden), row_parallel_operand_bytes(p.q_columns()),
-                            row_parallel_operand_bytes(p.moe_columns()), static_cast<int64_t>(sizeof(ExpertTerms)),
+                            row_parallel_operand_bytes(p.moe_columns()),
                             p.hidden * 6 + p.hidden / kRanks * 12,  // a row, its gains; a segment's stream and gates
                             static_cast<int64_t>(sizeof(AttentionShared)),
                             std::max<int64_t>(sizeof(float) * 2048 + 256, p.moe_hidden * 4),  // router

@@ -6,13 +6,6 @@
 
 namespace muse {
 
-// The chosen experts of some of a pass's rows, in each row by ascending id.
-struct ExpertTerms {
-  float2 term[kPassRows * kMaxTopK];    // weight and rho
-  int32_t place[kPassRows * kMaxTopK];  // of the expert's output
-  int32_t expert[kPassRows * kMaxTopK];
-};
-
 class OperandSteps : public DenseBase {
  public:
   using DenseBase::DenseBase;
@@ -61,11 +54,30 @@ class OperandSteps : public DenseBase {
     return true;
   }
 
+  // Which experts' outputs this block will add up, as far as routing tells, for the pass that starts at row i0.
+  __device__ void prepare_terms(int i0) {
+    const int words = static_cast<int>(p_.moe_columns()) / 2, k_count = top_k(), j = thread_index();
+    const CombineShare own = combine_share(i0);
+    ExpertTerms& terms = s_.terms;
+    const int pair = (i0 + own.first_row) * k_count + j;
+    static_assert(kPassRows * kMaxTopK <= kThreads, "a thread per pair");
+    if (j < own.pairs) terms.expert[j] = static_cast<int16_t>(__ldcg(mine<int32_t>(w_.router_experts) + pair));
+    sync_block();
+    if (j >= own.pairs) return;
+    const int first = j / k_count * k_count;
+    int at = first;
+#pragma unroll 1
+    for (int k = 0; k < k_count; ++k) at += terms.expert[first + k] < terms.expert[j];
+    terms.term[at].x = __ldcg(mine<float>(w_.router_weights) + pair);
+    terms.place[at] = pair * words;
+    terms.at[j] = static_cast<int16_t>(at);
+  }
+
   // This rank's columns of the weighted sum over the chosen experts; false: somebody gave up. Blocks share it out and
   // tell each other, two columns a slot: all of it would be too much reading for each.
   __device__ bool load_combined(int i0) {
     const int words = static_cast<int>(p_.moe_columns()) / 2, count = min(kPassRows, rows() - i0);
-    if (!combine(i0, words, count)) return false;
+    if (!combine(i0, words)) return false;
     const uint64_t* slots = mine<uint64_t>(w_.combined) + i0 * words;
 #pragma unroll 1
     for (int c = thread_index(); c < words; c += kThreads)
@@ -89,28 +101,33 @@ class OperandSteps : public DenseBase {
  private:
   static constexpr int kAtOnce = 8;  // loads of a thread in flight
 
-  // This block's part of the words. The outputs of other blocks lie behind their sums of squares.
-  __device__ bool combine(int i0, int words, int count) {
-    const Range own = part(count * words, place_.index, place_.size);
-    const int k_count = top_k(), first_row = own.begin / words,
-              pairs = ((own.end - 1) / words - first_row + 1) * k_count;
-    const int j = thread_index(), pair = (i0 + first_row) * k_count + j;
-    static_assert(kPassRows * kMaxTopK <= kThreads, "a thread per pair");
-    const bool present = own.begin < own.end && j < pairs;
-    ExpertTerms& terms = *region<ExpertTerms>();
-    if (present) terms.expert[j] = __ldcg(mine<int32_t>(w_.router_experts) + pair);
-    sync_block();
-    if (present) {
-      const float weight = __ldcg(mine<float>(w_.router_weights) + pair);
-      const int first = j / k_count * k_count;
-      int at = first;
-#pragma unroll 1
-      for (int k = 0; k < k_count; ++k) at += terms.expert[first + k] < terms.expert[j];
-      const uint64_t* slot = slots_from(0, w_.sums, kMaxRows * k_count) + pair;
+  // This block's share of the words of a pass, and the pairs of its rows.
+  struct CombineShare {
+    Range words;
+    int first_row, pairs;
+  };
+  __device__ CombineShare combine_share(int i0) const {
+    const int words = static_cast<int>(p_.moe_columns()) / 2;
+    const Range own = part(min(kPassRows, rows() - i0) * words, place_.index, place_.size);
+    const int first_row = own.begin / words;
+    return {own, first_row, own.begin < own.end ? ((own.end - 1) / words - first_row + 1) * top_k() : 0};
+  }
+
+  // The outputs of other blocks lie behind their sums of squares.
+  __device__ bool combine(int i0, int words) {
+    if (i0 > 0) {  // of the first pass it is done
+      prepare_terms(i0);
+      sync_block();
+    }
+    const CombineShare share = combine_share(i0);
+    const Range own = share.words;
+    const int j = thread_index(), k_count = top_k(), first_row = share.first_row;
+    ExpertTerms& terms = s_.terms;
+    if (j < share.pairs) {
+      const uint64_t* slot = slots_from(0, w_.sums, kMaxRows * k_count) + (i0 + first_row) * k_count + j;
       const float sum = wait_sum(place_, Phase::kCombine, slot, kMaxRows * k_count, -1);
       fence_rank();
-      terms.term[at] = {weight, rms_factor(sum, moe_hidden(), p_.post_eps)};
-      terms.place[at] = pair * words;
+      terms.term[terms.at[j]].y = rms_factor(sum, moe_hidden(), p_.post_eps);
     }
     if (!all_alive()) return false;
     const uint32_t* gains = reinterpret_cast<const uint32_t*>(post_gain());
@@ -135,7 +152,6 @@ class OperandSteps : public DenseBase {
       }
       store_slot(mine<uint64_t>(w_.combined) + i0 * words + at, pack(to_bf16(x), to_bf16(y)), place_.epoch);
     }
-    sync_block();  // the terms are read, the operand takes their place
     return true;
   }
 

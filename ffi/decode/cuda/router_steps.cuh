@@ -35,7 +35,8 @@ class RouterSteps : public AttentionSteps {
   struct RouterRegion {
     uint32_t key[1024];
     float probability[1024];
-    int32_t chosen[kMaxTopK], order[kMaxTopK];
+    int32_t chosen[kMaxTopK];
+    float ordered[kMaxTopK];  // their probabilities by ascending id
   };
 
   // Expert operands are rows of 16-bit numbers, each of eight segments padded to whole panels; a pair of 16-blocks lies
@@ -175,7 +176,7 @@ class RouterSteps : public AttentionSteps {
       const uint32_t own = sh.key[e];
       int ahead = 0;
       const auto count = [&](int begin, int end, uint32_t limit) {
-#pragma unroll 2
+#pragma unroll 4
         for (int o = begin; o < end; o += 4) {
           const uint4 four = *reinterpret_cast<const uint4*>(sh.key + o);
           ahead += (four.x > limit) + (four.y > limit) + (four.z > limit) + (four.w > limit);
@@ -193,18 +194,20 @@ class RouterSteps : public AttentionSteps {
   // By one warp: the chosen experts' weights.
   __device__ void weigh(int l, int i, RouterRegion& sh) const {
     const int lane = thread_index() % 32;
+    const int own = lane < top_k() ? sh.chosen[lane] : 0;
+    const float probability = sh.probability[own];
     if (lane < top_k()) {  // ascending expert id
       int at = 0;
-#pragma unroll 1
-      for (int k = 0; k < top_k(); ++k) at += sh.chosen[k] < sh.chosen[lane];
-      sh.order[at] = lane;
+#pragma unroll 4
+      for (int k = 0; k < top_k(); ++k) at += sh.chosen[k] < own;
+      sh.ordered[at] = probability;
     }
     __syncwarp();
     float sum = 0.0f;
-#pragma unroll 1
-    for (int k = 0; k < top_k(); ++k) sum = sum + sh.probability[sh.chosen[sh.order[k]]];
+#pragma unroll 4
+    for (int k = 0; k < top_k(); ++k) sum = sum + sh.ordered[k];
     if (lane < top_k()) {
-      const float weight = canonical(sh.probability[sh.chosen[lane]] / (sum + 1e-15f) * p_.routed_scaling);
+      const float weight = canonical(probability / (sum + 1e-15f) * p_.routed_scaling);
       const int at = i * top_k() + lane;
       mine<int32_t>(w_.router_experts)[at] = sh.chosen[lane];
       mine<float>(w_.router_weights)[at] = weight;

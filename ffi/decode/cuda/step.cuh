@@ -16,6 +16,14 @@
 
 namespace muse {
 
+// The chosen experts of some of a pass's rows, in each row by ascending id.
+struct ExpertTerms {
+  float2 term[kPassRows * kMaxTopK];    // weight and rho
+  int32_t place[kPassRows * kMaxTopK];  // of the expert's output
+  // By pair, `at`: which term it is.
+  int16_t expert[kPassRows * kMaxTopK], at[kPassRows * kMaxTopK];
+};
+
 // How far another rank's workspace is from one's own, in bytes, and as whose what is stored there counts: one's own,
 // or, alone on its own (loopback), that rank's: a rank then plays all its peers.
 struct Peer {
@@ -42,6 +50,7 @@ struct BlockShared {
   int16_t first[kMaxPairs + 1];
   int32_t slices;
   Range expert_units[2];  // of the block, in the two GEMMs
+  ExpertTerms terms;
   // Which GEMM is next, dense and of the experts. Phases are told here: arguments that a phase keeps for later would be
   // spilled (layers.cu).
   Gemm gemm;

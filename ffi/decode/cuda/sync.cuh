@@ -36,6 +36,19 @@ __device__ __forceinline__ uint32_t load_relaxed(const uint32_t* p) {
   return v;
 }
 
+__device__ __forceinline__ uint32_t load_acquire(const uint32_t* p) {
+  uint32_t v;
+  asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(v) : "l"(p) : "memory");
+  return v;
+}
+
+// Adds 1; what the thread's warp or block stored before it met is there for whoever acquires the sum.
+__device__ __forceinline__ uint32_t count_arrival(uint32_t* counter) {
+  uint32_t before;
+  asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], 1;" : "=r"(before) : "l"(counter) : "memory");
+  return before;
+}
+
 __device__ __forceinline__ void store_slot(uint64_t* slot, uint32_t data, uint32_t epoch) {
   const uint64_t word = static_cast<uint64_t>(epoch) << 32 | data;
   asm volatile("st.relaxed.sys.global.u64 [%0], %1;" ::"l"(slot), "l"(word) : "memory");
@@ -109,6 +122,33 @@ inline __device__ __noinline__ float wait_sum(Place& place, Phase phase, const u
   return tree8(s);
 }
 
+// Two neighbouring columns of which the rank has eight segments' sums in slots, `stride` words apart: added and
+// rounded. Without sense when somebody gave up.
+inline __device__ __noinline__ uint32_t wait_segments(Place& place, Phase phase, const uint64_t* slot, int stride) {
+  const uint32_t epoch = place.epoch;
+  float s[2][kSegments] = {};
+  for (uint32_t spins = 1; !place.gave_up; ++spins) {
+    uint64_t word[kSegments][2];
+#pragma unroll
+    for (int r = 0; r < kSegments; ++r)  // each of the two is read at once, which is enough
+      asm volatile("ld.relaxed.gpu.global.v2.u64 {%0, %1}, [%2];"
+                   : "=l"(word[r][0]), "=l"(word[r][1])
+                   : "l"(slot + r * stride)
+                   : "memory");
+    bool there = true;
+#pragma unroll
+    for (int r = 0; r < kSegments; ++r)
+#pragma unroll
+      for (int c = 0; c < 2; ++c) {
+        s[c][r] = bit_cast<float>(static_cast<uint32_t>(word[r][c]));
+        there = there && static_cast<uint32_t>(word[r][c] >> 32) == epoch;
+      }
+    if (there) break;
+    if (spins % 64 == 0 && should_leave(place, phase, place.rank, kBarrierGrace)) place.gave_up = 1;
+  }
+  return static_cast<uint32_t>(to_bf16(tree8(s[0]))) | static_cast<uint32_t>(to_bf16(tree8(s[1]))) << 16;
+}
+
 // The data of n slots, of at most eight, `stride` words apart, to shared memory, all loads in flight together. As
 // above.
 inline __device__ __noinline__ void wait_words(Place& place, Phase phase, const uint64_t* slot, int stride, int n,
@@ -136,10 +176,9 @@ inline __device__ __noinline__ bool rank_barrier(Place& place, Phase phase) {
     uint32_t* barrier = &place.control->barrier;
     asm volatile("red.release.gpu.global.add.u32 [%0], 1;" ::"l"(barrier) : "memory");
     const uint32_t target = place.arrivals += place.size;
-    // The count runs on through all launches and wraps around. Polled relaxed, because every acquire empties L1.
-    for (uint32_t spins = 1; !place.gave_up && static_cast<int32_t>(load_relaxed(barrier) - target) < 0; ++spins)
+    // The count runs on through all launches and wraps around.
+    for (uint32_t spins = 1; !place.gave_up && static_cast<int32_t>(load_acquire(barrier) - target) < 0; ++spins)
       if (spins % 256 == 0 && should_leave(place, phase, place.rank, kBarrierGrace)) place.gave_up = 1;
-    fence_rank();
   }
   sync_block();
   return !place.gave_up;
