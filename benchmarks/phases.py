@@ -6,8 +6,8 @@
 Needs a build with stamps, as timeline.py does, and runs its cases likewise: one rank of eight, its peers played by
 itself. A phase's time is what passes in the mean block from its operand's arrival to its last result, inside the
 running step; its share is its bytes at the reading ceiling of the same run over that time. A phase's first weights (up
-to 19.5 MB over all blocks) may lie in the ring before it begins. Everything else in a layer is a stop: waiting for other
-blocks, exchanges, making operands, phases that read no weights.
+to 19.5 MB over all blocks) may lie in the ring before it begins. Everything else in a layer is a stop: waiting for
+other blocks, exchanges, making operands, phases that read no weights.
 """
 
 import argparse
