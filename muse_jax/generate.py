@@ -123,6 +123,7 @@ class GenerationStream(Iterator[Chunk]):
                 f"(a step has {MAX_ROWS} rows)"
             )
         self._model, self._every, self._width = model, every, None if draft is None else width
+        self._weights = model.weights
         choice = as_choice(sampling, keys, batch=batch, vocab=model.config.vocab_size)
         padding = (-1,) * (-len(stops) % STOPS if stops else STOPS)
         given = choice, np.array(stops + padding, np.int32)
@@ -182,10 +183,14 @@ class GenerationStream(Iterator[Chunk]):
 
     def _advance(self) -> None:
         """So many steps, fewer if all sequences end before."""
+        if self._model.weights is not self._weights:
+            raise ValueError(
+                "the model was updated after this text was begun, its caches are of the old weights; start anew"
+            )
         until = np.int32(self._seen.steps + self._every)
         with own_mesh(self._model.mesh):
             self._kept, self._state, self._carry = advance(
-                self._model.weights, self._state, self._kept, self._stops, self._choice, self._draft, self._carry, until
+                self._weights, self._state, self._kept, self._stops, self._choice, self._draft, self._carry, until
             )
         self._look()
 

@@ -56,9 +56,10 @@ def build(config: MuseSparkConfig, params: Mapping[str, Any]) -> MuseSpark:
     return nnx.merge(graph, nnx.from_flat_state(leaves))
 
 
-def params_of(module: nnx.Module) -> dict[str, jax.Array]:
-    """The arrays of a module by name: the inverse of `build`."""
-    return {".".join(map(str, path)): variable[...] for path, variable in nnx.to_flat_state(nnx.state(module))}
+def params_of(module: nnx.Module | nnx.State) -> dict[str, jax.Array]:
+    """The arrays of a module, or of some of its state, by name: the inverse of `build`."""
+    state = module if isinstance(module, nnx.State) else nnx.state(module)
+    return {".".join(map(str, path)): variable[...] for path, variable in nnx.to_flat_state(state)}
 
 
 class Reference:
