@@ -273,21 +273,6 @@ def test_a_disk_that_fills_up(folders_of, tmp_path, monkeypatch, to):
     assert same_bytes(weights.load(tmp_path / "m")[1], weights.load(folders_of / "orbax")[1])
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"to": "gguf"}, "to: given 'gguf', allowed: 'orbax', 'hf', 'meta', or nothing"),
-        ({"source_rows": "x"}, "source_rows: given 'x', allowed: 'hf', 'meta', or nothing"),
-        ({"source_rows": "hf"}, "source_rows: given 'hf', but our own form has one order only"),
-    ],
-)
-def test_arguments(folders_of, tmp_path, options, message):
-    with pytest.raises(ValueError, match=re.escape(message)):
-        convert_checkpoint(folders_of / "orbax", tmp_path / "m", **options)
-    with pytest.raises(CheckpointError, match="no such folder"):
-        convert_checkpoint(tmp_path / "none", tmp_path / "m")
-
-
 # --- loading --------------------------------------------------------------------------------------------------------
 
 
