@@ -15,6 +15,7 @@ from muse_jax.guarantee import guarantee
 from muse_jax.kept import FINISH_REASONS, STOP_STRING, VALUES
 from muse_jax.loop import advance, begin
 from muse_jax.mesh import own_mesh, replicated
+from muse_jax.profiling import host_phase
 from muse_jax.sampling import MAX_LOGPROBS, Sampling, as_choice, is_whole
 from muse_jax.speculative import Draft, NoDraft, prefill_both
 
@@ -181,6 +182,7 @@ class GenerationStream(Iterator[Chunk]):
             acceptance=None if self._width is None else Acceptance(self._accepted(), self._width),
         )
 
+    @host_phase("muse_steps")
     def _advance(self) -> None:
         """So many steps, fewer if all sequences end before."""
         if self._model.weights is not self._weights:
@@ -194,6 +196,7 @@ class GenerationStream(Iterator[Chunk]):
             )
         self._look()
 
+    @host_phase("muse_look")
     def _look(self) -> None:
         """Chunks of what was kept since the last look; sequences that reached a stop string are ended."""
         self._seen = kept = jax.tree.map(np.asarray, self._kept)

@@ -18,6 +18,7 @@ from muse_jax.decode import DecodeState, DecodeWeights, StepOutput
 from muse_jax.errors import ProblemsError
 from muse_jax.mesh import check_mesh, in_own_mesh, make_mesh, own_mesh
 from muse_jax.model.reference import Reference, params_of
+from muse_jax.profiling import host_phase
 from muse_jax.tokenizer import TOKENIZER_FILE, load_tokenizer
 from muse_jax.weights import load as load_params
 from muse_jax.weights.names import check_params
@@ -72,6 +73,7 @@ class LanguageModel:
         return self._trainer
 
     @in_own_mesh
+    @host_phase("muse_update")
     def update(self, params: "Mapping[str, jax.Array] | nnx.Module | nnx.State") -> None:
         """New parameters, after a trainer's step say: written into the decode layout in place, on the devices.
 
@@ -129,6 +131,7 @@ class LanguageModel:
         return decode.prefill_whole(self.config, state, decode.as_prompts(prompts), taps)
 
     @in_own_mesh
+    @host_phase("muse_decode_step")
     def decode_step(
         self, state: DecodeState, tokens: jax.Array | Sequence[int], active: jax.Array | None = None
     ) -> tuple[StepOutput, DecodeState]:
@@ -161,6 +164,7 @@ class LanguageModel:
         return self._reference.log_probs(self.params, token_ids)
 
 
+@host_phase("muse_load")
 def load(
     path: "str | os.PathLike[str]",
     *,

@@ -136,6 +136,7 @@ def by_layer(params: Mapping[str, jax.Array]) -> Iterable[tuple[int | None, Para
 
 @functools.lru_cache(maxsize=16)
 def _ends_writer(mesh: Mesh):
+    @jax.named_scope("muse_update")
     def update(arrays: dict[str, jax.Array], params: Params) -> dict[str, jax.Array]:
         return pack_ends(mesh, params)
 
@@ -148,6 +149,7 @@ def _writer(one: MuseSparkConfig, mesh: Mesh):
     # Not by is_fully_replicated: on one device everything is.
     layer_axis = {name: 0 if spec == REPLICATED else 1 for name, spec in SPECS.items()}
 
+    @jax.named_scope("muse_update")
     def update(
         arrays: dict[str, jax.Array], params: Params, layer: jax.Array, index: jax.Array
     ) -> dict[str, jax.Array]:
