@@ -374,16 +374,20 @@ def convert(
 ) -> None:
     """Convert a checkpoint between our form and safetensors; the same command goes on with a run that was stopped."""
     _look_only()
-    with progress_bar(err, "converting", "converted") as progress:
-        made = convert_checkpoint(
-            checkpoint,
-            target,
-            to=to,  # type: ignore[arg-type]  (it says what is allowed)
-            source_rows=source_rows,  # type: ignore[arg-type]
-            quantize=quantize,
-            input_scales=input_scales,
-            progress=progress,
-        )
+    try:
+        with progress_bar(err, "converting", "converted") as progress:
+            made = convert_checkpoint(
+                checkpoint,
+                target,
+                to=to,  # type: ignore[arg-type]  (it says what is allowed)
+                source_rows=source_rows,  # type: ignore[arg-type]
+                quantize=quantize,
+                input_scales=input_scales,
+                progress=progress,
+            )
+    except KeyboardInterrupt:
+        err.print("muse-jax: stopped; the same command goes on with what is written")
+        raise typer.Exit(130) from None
     facts = {"checkpoint": f"{made.folder}, {made.form}, {size(made.bytes)}"}
     if made.resumed_bytes:
         facts["of earlier runs"] = size(made.resumed_bytes)

@@ -15,6 +15,7 @@ from muse_jax.guarantee import guarantee
 from muse_jax.kept import FINISH_REASONS, STOP_STRING, VALUES
 from muse_jax.loop import advance, begin
 from muse_jax.mesh import own_mesh, replicated
+from muse_jax.profiling import host_phase
 from muse_jax.sampling import MAX_LOGPROBS, Sampling, as_choice, is_whole
 from muse_jax.speculative import Draft, NoDraft, prefill_both
 
@@ -123,6 +124,7 @@ class GenerationStream(Iterator[Chunk]):
                 f"(a step has {MAX_ROWS} rows)"
             )
         self._model, self._every, self._width = model, every, None if draft is None else width
+        self._weights = model.weights
         choice = as_choice(sampling, keys, batch=batch, vocab=model.config.vocab_size)
         padding = (-1,) * (-len(stops) % STOPS if stops else STOPS)
         given = choice, np.array(stops + padding, np.int32)
@@ -180,15 +182,21 @@ class GenerationStream(Iterator[Chunk]):
             acceptance=None if self._width is None else Acceptance(self._accepted(), self._width),
         )
 
+    @host_phase("muse_steps")
     def _advance(self) -> None:
         """So many steps, fewer if all sequences end before."""
+        if self._model.weights is not self._weights:
+            raise ValueError(
+                "the model was updated after this text was begun, its caches are of the old weights; start anew"
+            )
         until = np.int32(self._seen.steps + self._every)
         with own_mesh(self._model.mesh):
             self._kept, self._state, self._carry = advance(
-                self._model.weights, self._state, self._kept, self._stops, self._choice, self._draft, self._carry, until
+                self._weights, self._state, self._kept, self._stops, self._choice, self._draft, self._carry, until
             )
         self._look()
 
+    @host_phase("muse_look")
     def _look(self) -> None:
         """Chunks of what was kept since the last look; sequences that reached a stop string are ended."""
         self._seen = kept = jax.tree.map(np.asarray, self._kept)

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
+from flax import nnx
 from jax.core import Tracer
 from jax.sharding import Mesh
 from jax.typing import ArrayLike
@@ -14,11 +15,15 @@ from tokenizers import Tokenizer
 from muse_jax import decode
 from muse_jax.config import MuseSparkConfig
 from muse_jax.decode import DecodeState, DecodeWeights, StepOutput
+from muse_jax.errors import ProblemsError
 from muse_jax.mesh import check_mesh, in_own_mesh, make_mesh, own_mesh
-from muse_jax.model.reference import Reference
+from muse_jax.model.reference import Reference, params_of
+from muse_jax.profiling import host_phase
 from muse_jax.tokenizer import TOKENIZER_FILE, load_tokenizer
 from muse_jax.weights import load as load_params
+from muse_jax.weights.names import check_params
 from muse_jax.weights.packed import load_packed
+from muse_jax.weights.refit import check_update, merged, refit
 from muse_jax.weights.repack import repack
 from muse_jax.weights.transfer import Progress
 
@@ -67,6 +72,38 @@ class LanguageModel:
             )
         return self._trainer
 
+    @in_own_mesh
+    @host_phase("muse_update")
+    def update(self, params: "Mapping[str, jax.Array] | nnx.Module | nnx.State") -> None:
+        """New parameters, after a trainer's step say: written into the decode layout in place, on the devices.
+
+        Compiled programs stay as they are. Caches still hold what the old weights made, so start new states. A draft
+        keeps the table and head that it was loaded with, which changes its guesses and no text; `load_draft` again
+        gives it the new ones.
+
+        Args:
+            params: all parameters or any of them, as in `params` (docs/architecture.md, "Refit"). They are not copied
+                and not consumed; whoever donates them to the next training step takes them from the reference too.
+
+        Raises:
+            ProblemsError (a ValueError): lists unknown names, and other shapes, dtypes or shardings than the model's.
+                Nothing has changed then.
+        """
+        if isinstance(params, nnx.Module | nnx.State):
+            params = params_of(params)
+        elif not isinstance(params, Mapping):
+            raise TypeError(f"params: given a {type(params).__name__}, expected a dict of arrays by name, or nnx state")
+        problems = check_update(self.config, self.mesh, params)
+        kept = {name for name in params if self._all_params or name in self.params}
+        now = merged(self.config, self.params, {name: params[name] for name in kept}) if not problems else {}
+        if not problems and self._all_params:
+            _, problems = check_params(self.config, now)
+        if problems:
+            raise ProblemsError("cannot update the model, nothing has changed", problems)
+        for weights in refit(self.weights, params):
+            self.weights = weights
+        self.params = now
+
     def init_state(self, *, batch: int = 1, capacity: int = 4096) -> DecodeState:
         """Empty caches for `batch` sequences of up to `capacity` tokens (rounded up to a multiple of 16)."""
         return decode.init_state(self.config, self.mesh, batch=batch, capacity=capacity)
@@ -94,6 +131,7 @@ class LanguageModel:
         return decode.prefill_whole(self.config, state, decode.as_prompts(prompts), taps)
 
     @in_own_mesh
+    @host_phase("muse_decode_step")
     def decode_step(
         self, state: DecodeState, tokens: jax.Array | Sequence[int], active: jax.Array | None = None
     ) -> tuple[StepOutput, DecodeState]:
@@ -126,6 +164,7 @@ class LanguageModel:
         return self._reference.log_probs(self.params, token_ids)
 
 
+@host_phase("muse_load")
 def load(
     path: "str | os.PathLike[str]",
     *,

@@ -76,9 +76,10 @@ def advance(
 
     def body(loop):
         kept, state, carry = loop
-        new, state, carry = speculative_step(
-            weights, state, draft, carry, kept.token, kept.active, choice, kept.logprobs
-        )
+        with jax.named_scope("muse_step"):
+            new, state, carry = speculative_step(
+                weights, state, draft, carry, kept.token, kept.active, choice, kept.logprobs
+            )
         accepted = kept.accepted
         if accepted is not None:
             accepted = accepted.at[:, kept.steps].set(jnp.where(kept.active, new.count, -1))

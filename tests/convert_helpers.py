@@ -18,10 +18,13 @@ LM = "model.language_model."
 PIECE, WHOLE, SHARD = 70_000, 10_000, 300_000
 
 
-def use_small_pieces(patch):
-    """So that a small model has as many pieces as a large one."""
-    patch.setattr(transfer, "PIECE_BYTES", PIECE)
-    patch.setattr(transfer, "_WHOLE_BYTES", WHOLE)
+@pytest.fixture(scope="module", autouse=True)
+def small_pieces():
+    """For the modules that import it: a small model has as many pieces as a large one."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(transfer, "PIECE_BYTES", PIECE)
+        patch.setattr(transfer, "_WHOLE_BYTES", WHOLE)
+        yield
 
 
 def make_folders(path):

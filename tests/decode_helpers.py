@@ -31,7 +31,7 @@ from muse_jax.decode import (
 from muse_jax.decode.state import ring_slots
 from muse_jax.mesh import make_mesh
 from muse_jax.model import Reference
-from muse_jax.weights import random_params
+from muse_jax.weights import parameter_specs, random_params
 from muse_jax.weights.repack import repack
 
 SLIDING, FULL = "sliding_attention", "full_attention"
@@ -125,6 +125,16 @@ def make_model(config: MuseSparkConfig, seed: int = 0, devices=8, *, quantized: 
     mesh = make_mesh(devices)
     params = random_params(config, seed, mesh, quantized=quantized)
     return Model(config, params, repack(config, params, mesh), mesh)
+
+
+def random_bits(config, seed: int, mesh) -> dict[str, jax.Array]:
+    """Parameters of any bits at all: NaNs with payloads, infinities, subnormals, codes and scales of every value."""
+    rng = np.random.default_rng(seed)
+    out = {}
+    for name, spec in parameter_specs(config).items():
+        array = np.frombuffer(rng.bytes(int(np.prod(spec.shape)) * spec.dtype.itemsize), spec.dtype).reshape(spec.shape)
+        out[name] = jax.device_put(array, spec.sharding(mesh))
+    return out
 
 
 def quantised(config: MuseSparkConfig, weights: dict[str, np.ndarray]) -> dict[str, np.ndarray]:

@@ -9,6 +9,7 @@ import numpy as np
 from oracle import dflash as oracle
 from safetensors.numpy import save_file
 
+from muse_jax.config import MuseSparkConfig
 from muse_jax.speculative import dflash_model as model
 from muse_jax.speculative.dflash import DFlashDraft
 from muse_jax.speculative.dflash_config import DFlashConfig
@@ -118,3 +119,15 @@ def write(folder: Path, tensors: dict, config: dict) -> Path:
     (folder / "config.json").write_text(json.dumps(config))
     save_file(tensors, folder / "model.safetensors")
     return folder
+
+
+def write_tiny_draft(path: Path) -> Path:
+    """A folder with a draft for the tiny checkpoint."""
+    target = MuseSparkConfig.tiny()
+    config = V2.replace(
+        vocab_size=target.vocab_size, hidden_size=target.hidden_size, intermediate_size=64, tap_layers=(1, 3),
+        mask_token_id=target.vocab_size - 1, output_multiplier=target.output_multiplier, selector_rank=8,
+    )  # fmt: skip
+    shared = jnp.zeros((target.vocab_size, target.hidden_size), jnp.bfloat16)
+    draft = random_draft(config, jax.random.key(0), shared, shared)
+    return write(path, weights(draft), settings(config, num_target_layers=target.num_hidden_layers))

@@ -1,4 +1,4 @@
-"""The command line and the README's example, run as a user runs them."""
+"""The command line, run as a user runs it; test_commands.py runs what the documents show."""
 
 import os
 import re
@@ -6,15 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-import jax
-import jax.numpy as jnp
-import numpy as np
 import pytest
-from dflash_helpers import settings, write
-
-from muse_jax.config import MuseSparkConfig
-from muse_jax.speculative import DFlashConfig
-from muse_jax.speculative.dflash_weights import random_draft
+from dflash_helpers import write_tiny_draft
 
 ROOT = Path(__file__).parent.parent
 
@@ -77,25 +70,18 @@ def test_generate_samples(checkpoint):
     outputs = [
         muse("generate", checkpoint, *options, "--seed", 7, "--devices", 2, "--logprobs", 2),
         muse("generate", checkpoint, *options, "--seed", 7, "--devices", 1),
-        muse("generate", checkpoint, *options, "--seed", 8, "--devices", 1),
     ]
     ids = [m.group(1).split() for out in outputs if (m := re.search(r"token ids +([\d ]+)", out))]
-    assert len(ids) == 3 and ids[0] == ids[1] != ids[2]
+    assert len(ids) == 2 and ids[0] == ids[1]
     streamed = muse("generate", checkpoint, "--max-new-tokens", 40, "--stream", "--stop", "4", "--devices", 1)
     assert re.search(r"finished by +stop_string\n", streamed) and not streamed.startswith("prompt")
     rows = re.findall(r"│ (\d+) +│ .* │ -\d+\.\d{4} +│ \d+ -\d+\.\d{4}  \d+ -\d+\.\d{4} +│", outputs[0])
     assert rows == ids[0]
 
 
-def test_parity(checkpoint):
-    out = muse("parity", checkpoint, "--steps", 64)
-    assert "differing bytes: 0 of" in out and "first difference" not in out
-
-
 @pytest.mark.parametrize(
     ("name", "tap"),
     [
-        ("layers.3.self_attn.o_proj.weight", "layers.3.post_attention_residual"),
         ("layers.2.self_attn.k_proj.weight:5:14", "layers.2.k"),
         ("layers.4.mlp.gate.weight:0:22", "layers.4.router_weights"),
         ("layers.1.mlp.post_expert_proj.weight", "layers.1.post_feedforward_residual"),
@@ -115,10 +101,7 @@ def test_flipped_bit_is_found(checkpoint, name, tap):
         (["parity", "CHECKPOINT", "--flip-bit", "norm.weight:999"], "elements 0 to 255"),
         (["parity", "CHECKPOINT", "--flip-bit", "norm.weight:x"], "expected NAME[:ELEMENT[:BIT]]"),
         (["generate", "CHECKPOINT", "--max-new-tokens", "0"], "max_new_tokens is 0, allowed: whole numbers from 1 on"),
-        (["generate", "CHECKPOINT", "--max-new-tokens", "5000"], "max_position_embeddings"),
-        (["generate", "CHECKPOINT", "--top-k", "0"], "top_k is 0, allowed: whole numbers from 1 on"),
         (["generate", "CHECKPOINT", "--temperature", "-1"], "temperature is -1.0, allowed: 0 (greedy) or 0.01 to 100"),
-        (["generate", "CHECKPOINT", "--logprobs", "99"], "logprobs is 99, allowed: 0"),
         (["generate", "CHECKPOINT", "--devices", "3"], "allowed: 1, 2, 4 or 8"),
     ],
 )
@@ -142,18 +125,6 @@ def test_runtime_errors_are_explained(checkpoint):
     assert err.startswith("muse-jax: this muse-jax was built without CUDA; reinstall it") and err.count("\n") == 1
 
 
-def test_readme_example(checkpoint, tmp_path):
-    code = re.search(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.S)
-    assert code is not None
-    script = tmp_path / "example.py"
-    script.write_text(
-        'import jax\njax.config.update("jax_num_cpu_devices", 8)\n'
-        + code.group(1).replace("checkpoints/tiny", str(checkpoint))
-        + "\nprint(len(out.tokens[0]), logits.shape)\n"
-    )
-    assert run(script).startswith("[")
-
-
 def test_documents_name_only_what_exists():
     for document in [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]:
         for name in re.findall(
@@ -164,17 +135,7 @@ def test_documents_name_only_what_exists():
 
 def test_generate_with_a_draft(checkpoint, tmp_path):
     """The text is the plain one; what is wrong with a draft's folder is said."""
-    config = MuseSparkConfig.tiny()
-    small = DFlashConfig(
-        vocab_size=config.vocab_size, hidden_size=config.hidden_size, num_attention_heads=4, num_key_value_heads=2,
-        head_dim=16, intermediate_size=64, windows=(12, None), rope_theta=1e4, rms_norm_eps=1e-5, tap_layers=(1, 3),
-        mask_token_id=config.vocab_size - 1, output_multiplier=config.output_multiplier,
-        final_logit_softcapping=20.0, block_width=8, top_k=6, selector_rank=8, conv_group_size=16,
-    )  # fmt: skip
-    shared = jnp.zeros((config.vocab_size, config.hidden_size), jnp.bfloat16)
-    draft = random_draft(small, jax.random.key(0), shared, shared)
-    settings_of = settings(small, num_target_layers=config.num_hidden_layers)
-    folder = write(tmp_path / "draft", {n: np.asarray(a) for n, a in draft.params.items()}, settings_of)
+    folder = write_tiny_draft(tmp_path / "draft")
 
     def text(*options):
         return muse("generate", checkpoint, "--max-new-tokens", 12, *options)
@@ -183,9 +144,6 @@ def test_generate_with_a_draft(checkpoint, tmp_path):
     facts = [line for line in drafted.splitlines() if not line.startswith(("steps ", "accepted "))]
     assert facts == plain.splitlines() and "tokens each" in drafted
     assert re.search(r"accepted +(\d\.\d\d ){4}\(share of the steps", drafted)
-    compared = muse("parity", checkpoint, "--steps", 12, "--draft", folder, "--draft-width", 5)
-    assert re.search(r"differing bytes: 0 of [\d,]+ compared with plain decoding \(38 positions\)", compared)
-    assert re.search(r"tokens +│ 152 +│ 0", compared)
     for options, message in (
         (("--draft", folder, "--draft-width", 9), "width"),
         (("--draft-width", 3), "--draft-width is of no use without --draft"),

@@ -20,9 +20,9 @@ from convert_helpers import (
     make_folders,
     problems_of,
     rewrite,
+    small_pieces,  # noqa: F401  (a fixture that works by being here)
     stopping,
     to_hf,
-    use_small_pieces,
 )
 from hypothesis import given
 from hypothesis import strategies as st
@@ -43,13 +43,6 @@ from muse_jax.weights.safetensors_io import SafetensorsSource
 
 ROOT = pathlib.Path(__file__).parent.parent
 HELP = "copy the checkpoint again, or make it anew"
-
-
-@pytest.fixture(scope="module", autouse=True)
-def small_pieces():
-    with pytest.MonkeyPatch.context() as patch:
-        use_small_pieces(patch)
-        yield
 
 
 @pytest.fixture(scope="module")
@@ -271,21 +264,6 @@ def test_a_disk_that_fills_up(folders_of, tmp_path, monkeypatch, to):
     )
     convert_checkpoint(folders_of / "orbax", tmp_path / "m", to=to)
     assert same_bytes(weights.load(tmp_path / "m")[1], weights.load(folders_of / "orbax")[1])
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"to": "gguf"}, "to: given 'gguf', allowed: 'orbax', 'hf', 'meta', or nothing"),
-        ({"source_rows": "x"}, "source_rows: given 'x', allowed: 'hf', 'meta', or nothing"),
-        ({"source_rows": "hf"}, "source_rows: given 'hf', but our own form has one order only"),
-    ],
-)
-def test_arguments(folders_of, tmp_path, options, message):
-    with pytest.raises(ValueError, match=re.escape(message)):
-        convert_checkpoint(folders_of / "orbax", tmp_path / "m", **options)
-    with pytest.raises(CheckpointError, match="no such folder"):
-        convert_checkpoint(tmp_path / "none", tmp_path / "m")
 
 
 # --- loading --------------------------------------------------------------------------------------------------------

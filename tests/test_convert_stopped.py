@@ -19,9 +19,9 @@ from convert_helpers import (
     make_folders,
     problems_of,
     rewrite,
+    small_pieces,  # noqa: F401  (a fixture that works by being here)
     stopping,
     to_hf,
-    use_small_pieces,
 )
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -34,13 +34,6 @@ from muse_jax.weights.safetensors_file import FileWriter, open_file
 from muse_jax.weights.safetensors_io import SafetensorsSource
 
 ROOT = pathlib.Path(__file__).parent.parent
-
-
-@pytest.fixture(scope="module", autouse=True)
-def small_pieces():
-    with pytest.MonkeyPatch.context() as patch:
-        use_small_pieces(patch)
-        yield
 
 
 @pytest.fixture(scope="module")

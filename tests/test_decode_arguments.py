@@ -12,15 +12,10 @@ from decode_helpers import make_model, small, step
 from op_helpers import same
 
 from muse_jax.decode import (
-    MAX_ROWS,
     decode_step,
     init_state,
     next_rows,
-    prefill,
-    prefill_whole,
     run_head,
-    run_layers,
-    tree_rows,
 )
 from muse_jax.decode import step as step_module
 
@@ -34,61 +29,6 @@ def model():
 
 def rows_for(count: int):
     return next_rows(jnp.zeros(count, jnp.int32), jnp.zeros(count, jnp.int32))
-
-
-# Refused while tracing -----------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"token": jnp.zeros(2, jnp.float32)}, r"rows.token is float32\[2\], expected int32\[2\]"),
-        ({"token": jnp.zeros(2, jnp.int16)}, r"rows.token is int16\[2\], expected int32\[2\]"),
-        ({"sequence": jnp.zeros(3, jnp.int32)}, r"rows.sequence is int32\[3\], expected int32\[2\]"),
-        ({"position": jnp.zeros((2, 1), jnp.int32)}, r"rows.position is int32\[2, 1\], expected int32\[2\]"),
-        ({"ancestors": jnp.ones((2, 3), bool)}, r"rows.ancestors is bool\[2, 3\], expected bool_?\[2, 2\]"),
-        ({"ancestors": jnp.ones((2, 2), jnp.int8)}, r"rows.ancestors is int8\[2, 2\], expected bool_?\[2, 2\]"),
-    ],
-)
-def test_wrong_rows(model, change, message):
-    with pytest.raises(ValueError, match=message):
-        run_layers(model.weights, model.state(2), dataclasses.replace(rows_for(2), **change))
-
-
-@pytest.mark.parametrize("count", [0, MAX_ROWS + 1])
-def test_wrong_number_of_rows(model, count):
-    with pytest.raises(ValueError, match=f"a step has {count} rows, allowed: 1 to 64; split longer prompts"):
-        run_layers(model.weights, model.state(), rows_for(count))
-
-
-@pytest.mark.parametrize("layers", [(-1, 1), (2, 1), (0, 3)], ids=str)
-def test_wrong_layers(model, layers):
-    with pytest.raises(ValueError, match=rf"layers is \({layers[0]}, {layers[1]}\), allowed: 0 <= begin <= end <= 2"):
-        run_layers(model.weights, model.state(), rows_for(1), layers=layers)
-
-
-@pytest.mark.parametrize(
-    ("stream", "given"),
-    [(None, "nothing"), (jnp.zeros((1, 64)), r"float32\[1, 64\]"), (jnp.zeros((1, 128), jnp.bfloat16), "bfloat16")],
-    ids=str,
-)
-def test_wrong_stream(model, stream, given):
-    with pytest.raises(ValueError, match=rf"layers from 1 on need stream float32\[1, 128\], got {given}"):
-        run_layers(model.weights, model.state(), rows_for(1), layers=(1, 2), stream=stream)
-
-
-def test_state_of_another_model(model):
-    other = init_state(small(sliding_window=40), model.mesh)
-    with pytest.raises(
-        ValueError, match="made for another model than the weights; make one with init_state of this model"
-    ):
-        decode_step(model.weights, other, jnp.zeros(1, jnp.int32))
-
-
-@pytest.mark.parametrize("tokens", [jnp.zeros(2, jnp.int32), jnp.zeros((1, 1), jnp.int32)], ids=str)
-def test_wrong_number_of_tokens(model, tokens):
-    with pytest.raises(ValueError, match=r"tokens has shape .*, expected \(1,\): one token per sequence"):
-        decode_step(model.weights, model.state(), tokens)
 
 
 def test_vmap_is_refused(model):
@@ -148,74 +88,11 @@ def test_operands_that_do_not_fit(model, monkeypatch, where, name, change, messa
     step(model.weights, model.state(), [0])
 
 
-def test_head_operands_that_do_not_fit(model):
-    for stream in (jnp.zeros((2, 128)), jnp.zeros((65, 128)), jnp.zeros((1, 128), jnp.bfloat16), jnp.zeros((1, 256))):
-        with pytest.raises(ValueError, match=r"stream is \w+\[\d+, \d+\], expected float32\[1, 128\]: what run_layers"):
-            run_head(model.weights, model.state(), rows_for(1), stream)
-
-
 # Python's own --------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("batch", "capacity", "message"),
-    [
-        (0, 16, r"batch is 0, allowed: 1 to 64 \(a step has at most 64 rows\)"),
-        (65, 16, "batch is 65"),
-        (1, 0, r"capacity is 0, allowed: 1 to 4096 \(max_position_embeddings\)"),
-        (1, 4097, "capacity is 4097, allowed: 1 to 4096"),
-    ],
-)
-def test_wrong_state_sizes(model, batch, capacity, message):
-    with pytest.raises(ValueError, match=message):
-        init_state(model.config, model.mesh, batch=batch, capacity=capacity)
 
 
 def test_capacity_is_rounded_up(model):
     assert [init_state(model.config, model.mesh, capacity=n).capacity for n in (1, 16, 17)] == [16, 16, 32]
-
-
-@pytest.mark.parametrize(
-    ("prompts", "chunk", "message"),
-    [
-        ([[1]], 64, "got 1 prompts for a state of 2 sequences; give one per sequence"),
-        ([[1], [2, 64]], 64, r"prompts\[1\]\[1\] is 64, allowed: 0 to 63 \(vocab_size 64\)"),
-        ([[-1], [2]], 64, r"prompts\[0\]\[0\] is -1, allowed"),
-        ([[1], [2] * 33], 64, r"prompt 1 needs 33 positions, the state holds 32; make it with init_state\(capacity"),
-        ([[1], [2]], 0, "chunk is 0, allowed: 1 to 64"),
-        ([[1], [2]], 65, "chunk is 65, allowed: 1 to 64"),
-    ],
-)
-def test_wrong_prompts(model, prompts, chunk, message):
-    """Refused before the state is consumed."""
-    state = model.state(2, 32)
-    with pytest.raises(ValueError, match=message):
-        prefill(model.weights, state, prompts, chunk=chunk)
-    prefill(model.weights, state, [[1], [2]])
-
-
-def test_whole_prefill_needs_an_empty_state(model):
-    sentence = "needs an empty state and a non-empty prompt for every sequence; use prefill"
-    with pytest.raises(ValueError, match=sentence):
-        prefill_whole(model.config, model.state(2, 32), [[1], []], lambda _: {})
-    _, state = prefill(model.weights, model.state(1, 32), [[1]])
-    with pytest.raises(ValueError, match=sentence):
-        prefill_whole(model.config, state, [[2]], lambda _: {})
-
-
-@pytest.mark.parametrize(
-    ("tokens", "parents", "message"),
-    [
-        ([], [], "a tree needs 1 to 64 tokens and as many parents, got 0 and 0"),
-        ([1] * 65, [-1] * 65, "got 65 and 65"),
-        ([1, 2], [-1], "got 2 and 1"),
-        ([1, 2], [-1, 1], r"parents\[1\] is 1, allowed: -1 \(a root\) or 0 to 0 \(an earlier node\)"),
-        ([1, 2], [-2, 0], r"parents\[0\] is -2, allowed: -1 \(a root\)$"),
-    ],
-)
-def test_wrong_trees(tokens, parents, message):
-    with pytest.raises(ValueError, match=message):
-        tree_rows(tokens, parents, length=0)
 
 
 def test_tokens_of_any_integer_type(model):

@@ -168,42 +168,6 @@ def test_both_forms_of_config_json():
     assert round(sum(np.prod(spec.shape) for spec in specs) / 1e9, 2) == 3.38
 
 
-@pytest.mark.parametrize(
-    ("change", "problem"),
-    [
-        ({"is_causal": True}, "is_causal: given True, allowed: False"),
-        ({"hidden_act": "gelu"}, "hidden_act: given 'gelu', allowed: 'silu'"),
-        ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1.0}}, "rope_type: given 'yarn', allowed: 'default'"),
-        ({"rope_parameters": None}, "rope_theta: missing"),
-        (
-            {"rope_parameters": None, "rope_theta": 1e4, "rope_scaling": {"type": "linear"}},
-            "rope_type: given 'linear', allowed: 'default'",
-        ),
-        ({"num_hidden_layers": "2"}, "num_hidden_layers: given '2', allowed: 1 to 1024"),
-        ({"layer_types": ["chunked"] * 2}, "layer_types: given ['chunked', 'chunked'], allowed: "),
-        ({"sliding_window": None}, "sliding_window: missing or switched off"),
-        ({"vocab_size": 128}, "vocab_size: given 128, the target has 64"),
-        ({"hidden_size": 256}, "hidden_size: given 256, the target has 128"),
-        ({"num_target_layers": 4}, "num_target_layers: given 4, the target has 3"),
-        ({"dflash_config": 3}, "dflash_config: given 3, expected an object"),
-        ({"dflash_config": {}}, "block_size: missing"),
-        (
-            {"dflash_config": {"block_size": 8, "mask_token_id": 1, "target_layer_ids": [1, 3]}},
-            "target_layer_ids: given [1, 3], the target has 3 layers",
-        ),
-        (
-            {"dflash_config": {"block_size": 8, "mask_token_id": 1}},
-            "target_layer_ids: missing, and there is no default (count: given 2, allowed for 3 layers: 1 to 1)",
-        ),
-    ],
-)
-def test_configurations_that_cannot_be_used(change, problem):
-    assert DFlashConfig.from_hf(settings(CONFIG), SMALL) == CONFIG
-    with pytest.raises(ConfigError) as caught:
-        DFlashConfig.from_hf(settings(CONFIG, **change), SMALL)
-    assert problem in str(caught.value)
-
-
 def test_every_problem_of_a_configuration_at_once():
     with pytest.raises(ConfigError) as caught:
         dataclasses.replace(

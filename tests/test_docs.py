@@ -64,3 +64,4 @@ def test_site(tmp_path):
     page = (tmp_path / "site/api/muse_jax.html").read_text()
     # A function that is named like its module stands there as a member of it.
     assert [name for name in muse_jax.__all__ if not re.search(rf'id="muse_jax\.({name}\.)?{name}"', page)] == []
+    assert 'id="muse_jax.LanguageModel.update"' in page

@@ -166,29 +166,3 @@ def test_nan_ends_a_sequence(model, choices):
     assert made.tokens[1] == choices[1] and made.finish_reasons[1] == "length"
     assert made.tokens[2] == [] and made.finish_reasons[2] == "nan"
     assert {*made.finish_reasons} <= {*FINISH_REASONS}
-
-
-# Errors --------------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("prompts", "options", "message"),
-    [
-        ([], {}, "prompt_ids is empty; give at least one token id"),
-        ([[1], []], {}, "prompt 1 is empty; start it with the beginning-of-text id 1"),
-        ([[]], {}, "prompt 0 is empty"),
-        ([1, 2], {"max_new_tokens": 0}, "max_new_tokens is 0, allowed: whole numbers from 1 on"),
-        ([1, 2], {"max_new_tokens": -3}, "max_new_tokens is -3, allowed: whole numbers from 1 on"),
-        ([1, 2], {"max_new_tokens": 95}, r"prompt 0 has 2 tokens and max_new_tokens is 95, .* 96 positions"),
-        ([[1], [1] * 90], {"max_new_tokens": 7}, "prompt 1 has 90 tokens"),
-        ([1, 64], {}, r"prompts\[0\]\[1\] is 64, allowed: 0 to 63"),
-        ([[1], [-1]], {}, r"prompts\[1\]\[0\] is -1, allowed: 0 to 63"),
-        ([1], {"stop_ids": [64]}, "stop id 64 is not a token, allowed: 0 to 63"),
-        ([1], {"stop_ids": [3, -1]}, "stop id -1 is not a token, allowed: 0 to 63"),
-        ([[1]] * 65, {"max_new_tokens": 1}, "batch is 65, allowed: 1 to 64"),
-    ],
-    ids=str,
-)
-def test_errors(model, prompts, options, message):
-    with pytest.raises(ValueError, match=message):
-        generate(model, prompts, **options)

@@ -212,24 +212,6 @@ def test_declared_shapes_are_those_of_the_table():
         assert declared == {name: (s.shape, s.dtype) for name, s in parameter_specs(config, stored).items()}
 
 
-@pytest.mark.parametrize(
-    ("tokens", "message"),
-    [
-        (np.zeros((1, 3)), "given float64, expected integers"),
-        (np.zeros((1, 3), bool), "given bool"),
-        (np.zeros(3, int), "expected \\[batch, length\\]"),
-        (np.zeros((2, 0), int), "at least \\[1, 1\\]"),
-        (np.zeros((0, 2), int), "at least \\[1, 1\\]"),
-        (np.zeros((1, 65), int), "at most 64"),
-        ([[1, 64]], "tokens\\[0, 1\\]: given 64, allowed: 0 to 63"),
-        (jnp.array([[1, 2], [-1, 3]]), "tokens\\[1, 0\\]: given -1"),
-    ],
-)
-def test_wrong_tokens(tokens, message):
-    with pytest.raises(ValueError, match=message):
-        reference(small(), 1).forward({}, tokens)
-
-
 def test_wrong_parameters():
     config = small()
     run = reference(config, 1)

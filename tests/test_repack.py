@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from decode_helpers import FULL, SLIDING, drawn, make_model, quantised, small
+from decode_helpers import FULL, SLIDING, drawn, make_model, quantised, random_bits, small
 from op_helpers import same
 from oracle import norms
 from oracle.elementary import sigmoid
@@ -18,7 +18,7 @@ from oracle.formats import bfloat16, pack_nibbles
 from muse_jax import ops
 from muse_jax.decode.weights import RANK, SPECS
 from muse_jax.mesh import make_mesh
-from muse_jax.weights import parameter_specs, random_params
+from muse_jax.weights import random_params
 from muse_jax.weights import repack as repack_module
 from muse_jax.weights.repack import repack
 
@@ -154,16 +154,6 @@ def assert_same_bits(got: dict, params: dict) -> None:
         except AssertionError as error:
             wrong.append(f"{name}: {error}")
     assert not wrong, "\n".join(wrong)
-
-
-def random_bits(config, seed: int, mesh) -> dict[str, jax.Array]:
-    """Parameters of any bits at all: NaNs with payloads, infinities, subnormals, codes and scales of every value."""
-    rng = np.random.default_rng(seed)
-    out = {}
-    for name, spec in parameter_specs(config).items():
-        array = np.frombuffer(rng.bytes(int(np.prod(spec.shape)) * spec.dtype.itemsize), spec.dtype).reshape(spec.shape)
-        out[name] = jax.device_put(array, spec.sharding(mesh))
-    return out
 
 
 # Weights that only move ----------------------------------------------------------------------------------------------

@@ -189,32 +189,3 @@ def test_a_decoder_that_looks_at_its_neighbours(tokens):
     tokenizer.add_special_tokens(["<x>"])
     decoder = Detokenizer(tokenizer)
     assert "".join([decoder.add(token) for token in tokens] + [decoder.finish()]) == tokenizer.decode(tokens)
-
-
-# Errors --------------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("options", "error", "message"),
-    [
-        ({"stop_strings": "end"}, TypeError, "stop_strings is 'end', expected a list of strings"),
-        ({"stop_strings": [3]}, TypeError, r"stop_strings is \[3\], expected a list of strings"),
-        ({"stop_strings": ["x", ""]}, ValueError, "stop_strings holds '', allowed: texts that are not empty"),
-        ({"stop_strings": ["\ufffd"]}, ValueError, "stop_strings holds '\ufffd', allowed: .* no U.FFFD"),
-        ({"every": 0}, ValueError, r"every is 0, allowed: whole numbers from 1 on \(decode steps\)"),
-        ({"every": 2.5}, ValueError, "every is 2.5, allowed"),
-        ({"max_new_tokens": 0}, ValueError, "max_new_tokens is 0, allowed"),
-        ({"max_new_tokens": "9"}, ValueError, "max_new_tokens is 9, allowed"),
-    ],
-    ids=str,
-)
-def test_bad_arguments(model, options, error, message):
-    """Raised by the call, not by the first chunk."""
-    with pytest.raises(error, match=message):
-        stream(model, [1], **options)
-
-
-def test_stop_strings_need_a_tokenizer(model):
-    bare = LanguageModel(model.config, model.params, model.mesh)
-    with pytest.raises(ValueError, match=r"stop_strings need the model's tokenizer: copy its tokenizer\.json"):
-        generate(bare, [1], stop_strings=["end"])

@@ -241,16 +241,6 @@ def test_masters_stay_masters(masters, tmp_path):
     assert not (tmp_path / "m" / "tokenizer.json").exists()
 
 
-def test_nothing_half_written(quantised, tmp_path, monkeypatch):
-    def fail(*args, **kwargs):
-        raise OSError("disk full")
-
-    monkeypatch.setattr(weights.orbax_io.OrbaxTarget, "write", fail)
-    with pytest.raises(OSError, match="disk full"):
-        weights.save(tmp_path / "model", SMALL, quantised)
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_overwriting_needs_permission(copy, quantised, masters):
     message = ["exists already; choose another name, remove it, or pass overwrite=True"]
     assert problems_of(weights.save, copy, SMALL, quantised) == message

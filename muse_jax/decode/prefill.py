@@ -18,6 +18,7 @@ from muse_jax.decode.state import DecodeState
 from muse_jax.decode.step import StepOutput, Taps, check_state, run_head, run_layers
 from muse_jax.decode.weights import DecodeWeights
 from muse_jax.mesh import AXIS, RANKS, in_own_mesh
+from muse_jax.profiling import host_phase
 
 
 def as_prompts(prompts: Any) -> list[list[int]]:
@@ -49,6 +50,7 @@ def refuse_tracing(values: Any) -> None:
 
 
 @in_own_mesh
+@host_phase("muse_prefill")
 def prefill(
     weights: DecodeWeights,
     state: DecodeState,
@@ -105,7 +107,8 @@ def prefill(
 
 @functools.partial(jax.jit, static_argnames=("taps",), donate_argnames=("state",))
 def _layers(weights: DecodeWeights, state: DecodeState, rows, taps: bool):
-    stream, state, values = run_layers(weights, state, rows, taps=taps)
+    with jax.named_scope("muse_prefill"):
+        stream, state, values = run_layers(weights, state, rows, taps=taps)
     counts = (
         jnp.zeros_like(state.lengths)
         .at[rows.sequence]
@@ -132,6 +135,7 @@ def _place(output: StepOutput, rows: StepOutput, row: np.ndarray, sequence: np.n
     return jax.tree.map(lambda all_, new: all_.at[sequence].set(new[row]), output, rows)
 
 
+@host_phase("muse_prefill_whole")
 def prefill_whole(
     config: MuseSparkConfig,
     state: DecodeState,

@@ -292,7 +292,7 @@ def _kinds(c: MuseSparkConfig) -> np.ndarray:
 
 
 def check_state(weights: DecodeWeights, state: DecodeState) -> None:
-    """Raise unless the state belongs to the weights' model and mesh and has not been given away."""
+    """Raise unless the state belongs to the weights' model and mesh and neither has been given away."""
     if not isinstance(state, DecodeState):
         raise TypeError(
             f"state is a {type(state).__name__}, expected the DecodeState of init_state or of the last step"
@@ -304,6 +304,8 @@ def check_state(weights: DecodeWeights, state: DecodeState) -> None:
         )
     if not isinstance(state.epoch, Tracer) and state.epoch.is_deleted():
         raise ValueError("this state was consumed by an earlier step; use the state that the step returned")
+    if any(not isinstance(x, Tracer) and x.is_deleted() for x in jax.tree.leaves(weights)):
+        raise ValueError("these weights were consumed by LanguageModel.update; use the model's weights of now")
 
 
 def check_tokens(weights: DecodeWeights, name: str, tokens: Any) -> None:

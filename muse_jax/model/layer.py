@@ -33,9 +33,11 @@ class Layer(nnx.Module):
 
         `taps` receives the branches' taps, `layers.{i}.post_attention_residual` and `.post_feedforward_residual`.
         """
-        s = self.attend(s, positions, table, taps)
-        y = self.mlp(self.pre_feedforward_layernorm(s), taps)
-        s = self.add_moe(s, y)
+        with jax.named_scope(f"layers.{self.layer}.attention"):
+            s = self.attend(s, positions, table, taps)
+        with jax.named_scope(f"layers.{self.layer}.moe"):
+            y = self.mlp(self.pre_feedforward_layernorm(s), taps)
+            s = self.add_moe(s, y)
         record(taps, f"layers.{self.layer}.post_feedforward_residual", s)
         return s
 

@@ -18,6 +18,7 @@ from muse_jax.errors import ProblemsError
 from muse_jax.mesh import AXIS, RANKS, check_mesh, in_own_mesh, make_mesh
 from muse_jax.model.moves import all_tokens
 from muse_jax.model.muse_spark import MuseSpark
+from muse_jax.profiling import host_phase
 from muse_jax.weights.names import check_params, stored_formats
 
 Params = Mapping[str, jax.Array]
@@ -56,9 +57,10 @@ def build(config: MuseSparkConfig, params: Mapping[str, Any]) -> MuseSpark:
     return nnx.merge(graph, nnx.from_flat_state(leaves))
 
 
-def params_of(module: nnx.Module) -> dict[str, jax.Array]:
-    """The arrays of a module by name: the inverse of `build`."""
-    return {".".join(map(str, path)): variable[...] for path, variable in nnx.to_flat_state(nnx.state(module))}
+def params_of(module: nnx.Module | nnx.State) -> dict[str, jax.Array]:
+    """The arrays of a module, or of some of its state, by name: the inverse of `build`."""
+    state = module if isinstance(module, nnx.State) else nnx.state(module)
+    return {".".join(map(str, path)): variable[...] for path, variable in nnx.to_flat_state(state)}
 
 
 class Reference:
@@ -85,18 +87,21 @@ class Reference:
         self._log_probs = jax.jit(functools.partial(self._shared, _log_probs))
 
     @in_own_mesh
+    @host_phase("muse_reference")
     def forward(self, params: Params, tokens: ArrayLike) -> jax.Array:
         """Logits fp32 [B, T, vocab_size]."""
         tokens = self._check(tokens)
         return self._forward(dict(params), tokens, tokens)
 
     @in_own_mesh
+    @host_phase("muse_reference")
     def taps(self, params: Params, tokens: ArrayLike) -> dict[str, jax.Array]:
         """All intermediate arrays named in docs/architecture.md, [B, T, ...], logits included."""
         tokens = self._check(tokens)
         return self._taps(dict(params), tokens, tokens)
 
     @in_own_mesh
+    @host_phase("muse_reference")
     def log_probs(self, params: Params, tokens: ArrayLike) -> jax.Array:
         """fp32 [B, T - 1]: the log-probability of each token from the second on, given those before it (T >= 2)."""
         tokens = self._check(tokens, least=2)
@@ -154,7 +159,8 @@ class Reference:
             out_specs=_REPLICATED if padding else _BY_TOKEN,
             check_vma=False,
         )
-        return run(params, tokens, following)
+        with jax.named_scope("muse_reference"):
+            return run(params, tokens, following)
 
 
 def _logits(module: MuseSpark, tokens: jax.Array, following: jax.Array) -> jax.Array:

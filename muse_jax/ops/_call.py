@@ -89,7 +89,8 @@ def call(target: str, results: Any, *operands: Array, **attributes: Any) -> Any:
         results = jax.tree.map(
             lambda r: jax.ShapeDtypeStruct(r.shape, r.dtype, sharding=place, manual_axis_type=varying), results
         )
-    return jax.ffi.ffi_call(target, results, vmap_method="sequential")(*operands, **attributes)
+    with jax.named_scope(target.removesuffix("_v1")):
+        return jax.ffi.ffi_call(target, results, vmap_method="sequential")(*operands, **attributes)
 
 
 @dataclass(frozen=True)

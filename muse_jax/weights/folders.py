@@ -19,18 +19,18 @@ def new_folder(path: "str | os.PathLike[str]", overwrite: bool = False) -> Itera
     """Yields a temporary sibling of `path` to write into, and renames it to `path` if the block succeeds.
 
     Raises:
-        CheckpointError: `path` exists already and `overwrite` is false.
+        CheckpointError: `path` exists already and `overwrite` is false, or the disk is full or cannot be written.
     """
     final = Path(path).absolute()
     if os.path.lexists(final) and not overwrite:
         raise CheckpointError(
             f"cannot write {final}", ["exists already; choose another name, remove it, or pass overwrite=True"]
         )
-    final.parent.mkdir(parents=True, exist_ok=True)
     partial = final.with_name(f".{final.name}.partial-{os.getpid()}")
     shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir()
     try:
+        final.parent.mkdir(parents=True, exist_ok=True)
+        partial.mkdir()
         yield partial
         if os.path.lexists(final):
             # A folder cannot be replaced in one step; the old one keeps its content until the new one is in place.
@@ -43,6 +43,8 @@ def new_folder(path: "str | os.PathLike[str]", overwrite: bool = False) -> Itera
                 old.unlink()
         else:
             os.rename(partial, final)
+    except OSError as error:
+        raise CheckpointError(f"cannot write {final}", [f"{error}; nothing is left of it"]) from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)
 

@@ -22,13 +22,11 @@ from tokenizers import Tokenizer
 from muse_jax import config_hf
 from muse_jax.config import MuseSparkConfig
 from muse_jax.errors import CheckpointError, ConfigError
-from muse_jax.tokenizer import TOKENIZER_FILE
 from muse_jax.weights.contents import Contents
-from muse_jax.weights.folders import new_folder
 from muse_jax.weights.loading import load_source
 from muse_jax.weights.names import Params, ParamSpec, check_params, parameter_specs
 from muse_jax.weights.safetensors_file import UnreadableFile
-from muse_jax.weights.transfer import ParamsSource, Progress, piece_rows, transfer
+from muse_jax.weights.transfer import ParamsSource, Progress, piece_rows, write_folder
 
 PARAMS_FOLDER = "params"
 ARRAYS_FOLDER = f"{PARAMS_FOLDER}/state"  # Orbax's name for the one tree of a checkpoint
@@ -59,12 +57,8 @@ def save(
     specs, problems = check_params(config, params)
     if problems:
         raise CheckpointError(f"{headline}: the parameters do not fit the configuration", problems)
-    with new_folder(path, overwrite) as partial:
-        if tokenizer is not None:
-            (partial / TOKENIZER_FILE).write_text(tokenizer.to_str(pretty=True), encoding="utf-8")
-        target = OrbaxTarget(partial, config, specs)
-        transfer(ParamsSource(config, specs, params), target)
-        target.finish()
+    source = ParamsSource(config, specs, params)
+    write_folder(path, source, lambda partial: OrbaxTarget(partial, config, specs), tokenizer, overwrite)
 
 
 def restore(

@@ -10,23 +10,18 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 from jax.sharding import Mesh
 
 from muse_jax.config import MuseSparkConfig
-from muse_jax.decode.weights import REPLICATED, SPECS, DecodeWeights
+from muse_jax.decode.weights import DecodeWeights
 from muse_jax.errors import CheckpointError
 from muse_jax.mesh import check_mesh
 from muse_jax.weights.checkpoints import open_source
 from muse_jax.weights.loading import load_source
 from muse_jax.weights.names import Params, ParamSpec
-from muse_jax.weights.repack import decode_shapes, decode_shardings, pack_ends, pack_layers, packed_weights
+from muse_jax.weights.refit import write
+from muse_jax.weights.repack import decode_shapes, decode_shardings, packed_weights
 from muse_jax.weights.transfer import Progress, Source
-
-EXPERTS = {"bf16": ("w13_bf16", "w2_bf16"), "nvfp4": ("w13_fp4", "w2_fp4")}
-"""Decode arrays of each format, stacked over the layers of that format alone."""
-ENDS = ("embed", "final_gain", "lm_head")
-"""Decode arrays that have no layers."""
 
 
 def load_packed(
@@ -58,12 +53,10 @@ def load_packed(
         done += sum(spec.nbytes for spec in part.specs.values())
         if problems:  # look for more problems, but stop filling memory
             continue
+        arrays |= write(config, mesh, arrays, params, layer)
         if layer is None:
             ends = params
-            arrays |= jax.jit(functools.partial(pack_ends, mesh))(ends)
-        else:
-            arrays |= _store(config, mesh, arrays, params, layer)
-            del params  # before the next layer comes
+        del params  # before the next layer comes
     if problems:
         raise CheckpointError(headline, problems)
     return config, ends, packed_weights(config, mesh, arrays)
@@ -74,10 +67,11 @@ def _report(progress: Progress, before: int, total: int, done: int, _: int) -> N
 
 
 def _zeros(config: MuseSparkConfig, mesh: Mesh):
-    """A program that makes the arrays of all layers on the devices."""
-    shapes = {name: x for name, x in decode_shapes(config).items() if name != "ranks" and name not in ENDS}
-    shardings = {name: sharding for name, sharding in decode_shardings(mesh).items() if name in shapes}
-    return jax.jit(lambda: {name: jnp.zeros(x.shape, x.dtype) for name, x in shapes.items()}, out_shardings=shardings)
+    """A program that makes all arrays on the devices."""
+    shapes = {name: x for name, x in decode_shapes(config).items() if name != "ranks"}
+    return jax.jit(
+        lambda: {name: jnp.zeros(x.shape, x.dtype) for name, x in shapes.items()}, out_shardings=decode_shardings(mesh)
+    )
 
 
 @dataclasses.dataclass
@@ -110,36 +104,3 @@ def _parts(source: Source) -> Iterator[tuple[int | None, _Part]]:
         prefix = f"layers.{layer}."
         names = {"layers.0." + name.removeprefix(prefix): name for name in source.specs if name.startswith(prefix)}
         yield layer, _Part(source, names)
-
-
-def _store(
-    config: MuseSparkConfig, mesh: Mesh, arrays: Mapping[str, jax.Array], params: Params, layer: int
-) -> dict[str, jax.Array]:
-    """Packs one layer into its places; the arrays and the parameters are donated."""
-    form = config.expert_formats[layer]
-    # Packing knows nothing of attention: one program for each format of experts.
-    one = config.replace(
-        num_hidden_layers=1, layer_types=("full_attention",), layer_rope_theta=(0.0,), expert_formats=(form,)
-    )
-    skipped = EXPERTS["nvfp4" if form == "bf16" else "bf16"]
-    given = {name: x for name, x in arrays.items() if name not in (*skipped, *ENDS)}
-    index = config.expert_formats[:layer].count(form)
-    return _stored(one, mesh)(given, params, jnp.int32(layer), jnp.int32(index))
-
-
-@functools.lru_cache(maxsize=16)
-def _stored(one: MuseSparkConfig, mesh: Mesh):
-    # Not by is_fully_replicated: on one device everything is.
-    layer_axis = {name: 0 if spec == REPLICATED else 1 for name, spec in SPECS.items()}
-    kinds = EXPERTS[one.expert_formats[0]]
-
-    def run(arrays: dict[str, jax.Array], params: Params, layer: jax.Array, index: jax.Array) -> dict[str, jax.Array]:
-        packed = pack_layers(one, mesh, params)
-        return {
-            name: lax.dynamic_update_slice_in_dim(x, packed[name], index if name in kinds else layer, layer_axis[name])
-            for name, x in arrays.items()
-        }
-
-    names = [name for name in decode_shardings(mesh) if name not in (*ENDS, *EXPERTS["bf16"], *EXPERTS["nvfp4"])]
-    shardings = {name: decode_shardings(mesh)[name] for name in (*names, *kinds)}
-    return jax.jit(run, donate_argnums=(0,), out_shardings=shardings)

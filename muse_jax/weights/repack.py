@@ -22,6 +22,7 @@ from muse_jax.weights.names import check_params, parameter_specs
 TILE = 16
 SEGMENTS = 8  # of K, the contract's; not the ranks
 PANEL_BLOCKS, PANEL_BYTES = 8, 1152
+PANEL_CODES = 1024  # bytes of codes, before the scales
 _packings = itertools.count(1)
 
 
@@ -124,7 +125,11 @@ def panels(codes: jax.Array, scales: jax.Array) -> jax.Array:
     halves = fill(halves, at + 4).reshape(*lead, n // TILE, 2, 8, *shape[at + 1 :], PANEL_BLOCKS)
     order = [at, at + 3, at + 4, at + 2, at + 5, at + 1]  # group, segment, panel, row % 8, block, row / 8
     return jnp.concatenate(
-        [code_bytes.reshape(*shape, 1024), halves.transpose(*range(at), *order).reshape(*shape, 128)], -1
+        [
+            code_bytes.reshape(*shape, PANEL_CODES),
+            halves.transpose(*range(at), *order).reshape(*shape, PANEL_BYTES - PANEL_CODES),
+        ],
+        -1,
     )
 
 
@@ -133,7 +138,7 @@ def _gain(w: jax.Array) -> jax.Array:
     return (1.0 + w.astype(jnp.float32)).astype(jnp.bfloat16)
 
 
-def _bits(x: jax.Array) -> jax.Array:
+def bits(x: jax.Array) -> jax.Array:
     """bf16 and fp8 as integers: XLA:CPU reshards small floats through fp32, which changes NaNs and subnormals."""
     unsigned = {1: jnp.uint8, 2: jnp.uint16}.get(x.dtype.itemsize)
     return x if unsigned is None else lax.bitcast_convert_type(x, unsigned)
@@ -141,26 +146,26 @@ def _bits(x: jax.Array) -> jax.Array:
 
 def _row_shards(w: jax.Array) -> jax.Array:
     """[N, ...] -> [8, N/8, ...]: each rank's rows."""
-    return _bits(w).reshape(RANKS, w.shape[0] // RANKS, *w.shape[1:])
+    return bits(w).reshape(RANKS, w.shape[0] // RANKS, *w.shape[1:])
 
 
 def _column_shards(w: jax.Array) -> jax.Array:
     """[N, K] -> [8, N, K/8]: each rank's columns, one segment of the contract's reduction."""
-    return jnp.moveaxis(_bits(w).reshape(w.shape[0], RANKS, w.shape[1] // RANKS), 1, 0)
+    return jnp.moveaxis(bits(w).reshape(w.shape[0], RANKS, w.shape[1] // RANKS), 1, 0)
 
 
 def _w13_shards(w: jax.Array) -> jax.Array:
     """[E, 2I, C] (gate rows, then up rows) -> [8, E, 2I/8, C], 16 gate rows and 16 up rows alternating."""
     e, rows, c = w.shape
     inner = rows // 2 // RANKS
-    split = _bits(w).reshape(e, 2, RANKS, inner // TILE, TILE, c)
+    split = bits(w).reshape(e, 2, RANKS, inner // TILE, TILE, c)
     return split.transpose(2, 0, 3, 1, 4, 5).reshape(RANKS, e, 2 * inner, c)
 
 
 def _w2_shards(w: jax.Array) -> jax.Array:
     """[E, M, C] -> [8, E, M/8, C]."""
     e, m, c = w.shape
-    return jnp.swapaxes(_bits(w).reshape(e, RANKS, m // RANKS, c), 0, 1)
+    return jnp.swapaxes(bits(w).reshape(e, RANKS, m // RANKS, c), 0, 1)
 
 
 def quantize_masters(mesh: Mesh, gate_up: jax.Array, down: jax.Array) -> dict[str, jax.Array]:
@@ -225,17 +230,19 @@ def _pack(config: MuseSparkConfig, mesh: Mesh, params: dict[str, jax.Array]) -> 
 
 
 def pack_ends(mesh: Mesh, params: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
-    """The decode arrays of what lies before and behind the layers, by name."""
-    head = _row_shards(params["lm_head.weight"])
-    # Not jnp.pad: XLA:CPU fuses its select with the final bitcast and converts through fp32, flushing subnormals.
-    rows = jnp.arange(head.shape[1] + -head.shape[1] % TILE)
-    inside = (rows < head.shape[1]).astype(head.dtype)
-    head = jnp.take(head, jnp.minimum(rows, head.shape[1] - 1), axis=1) * inside[None, :, None]
-    packed = {
-        "embed": _row_shards(params["embed_tokens.weight"]),
-        "final_gain": params["norm.weight"],
-        "lm_head": fragments(head),
-    }
+    """The decode arrays of what lies before and behind the layers, by name; of those parameters that are given."""
+    packed = {}
+    if "embed_tokens.weight" in params:
+        packed["embed"] = _row_shards(params["embed_tokens.weight"])
+    if "norm.weight" in params:
+        packed["final_gain"] = params["norm.weight"]
+    if "lm_head.weight" in params:
+        head = _row_shards(params["lm_head.weight"])
+        # Not jnp.pad: XLA:CPU fuses its select with the final bitcast and converts through fp32, flushing subnormals.
+        rows = jnp.arange(head.shape[1] + -head.shape[1] % TILE)
+        inside = (rows < head.shape[1]).astype(head.dtype)
+        head = jnp.take(head, jnp.minimum(rows, head.shape[1] - 1), axis=1) * inside[None, :, None]
+        packed["lm_head"] = fragments(head)
     return _placed(mesh, packed)
 
 

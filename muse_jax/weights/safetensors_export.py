@@ -12,14 +12,12 @@ from tokenizers import Tokenizer
 from muse_jax import config_hf
 from muse_jax.config import MuseSparkConfig
 from muse_jax.errors import CheckpointError
-from muse_jax.tokenizer import TOKENIZER_FILE
 from muse_jax.weights import hf_names
-from muse_jax.weights.folders import new_folder
 from muse_jax.weights.hf_names import RowOrder
 from muse_jax.weights.names import ParamSpec, check_params, stored_formats
 from muse_jax.weights.safetensors_file import FileWriter, open_file
 from muse_jax.weights.safetensors_io import INDEX_FILE, SINGLE_FILE
-from muse_jax.weights.transfer import ParamsSource, transfer
+from muse_jax.weights.transfer import ParamsSource, write_folder
 
 MAX_SHARD_BYTES = 5 << 30
 
@@ -43,12 +41,10 @@ def export_hf(
     specs, problems = check_params(config, params)
     if problems:
         raise CheckpointError(f"cannot export to {folder}: the parameters do not fit the configuration", problems)
-    with new_folder(folder, overwrite) as partial:
-        if tokenizer is not None:
-            (partial / TOKENIZER_FILE).write_text(tokenizer.to_str(pretty=True), encoding="utf-8")
-        target = SafetensorsTarget(partial, config, specs, max_shard_bytes)
-        transfer(ParamsSource(config, specs, params), target)
-        target.finish()
+    source = ParamsSource(config, specs, params)
+    write_folder(
+        folder, source, lambda partial: SafetensorsTarget(partial, config, specs, max_shard_bytes), tokenizer, overwrite
+    )
 
 
 class SafetensorsTarget:

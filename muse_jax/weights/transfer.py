@@ -1,5 +1,6 @@
 """Parameters on their way from one form to another, in pieces of rows, so that memory never holds a whole layer."""
 
+import os
 from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -7,9 +8,12 @@ from typing import NamedTuple, Protocol
 
 import jax
 import numpy as np
+from tokenizers import Tokenizer
 
 from muse_jax.config import MuseSparkConfig
 from muse_jax.mesh import RANKS
+from muse_jax.tokenizer import TOKENIZER_FILE
+from muse_jax.weights.folders import new_folder
 from muse_jax.weights.hf_names import HEAD
 from muse_jax.weights.names import ParamSpec
 from muse_jax.weights.safetensors_file import UnreadableFile
@@ -176,3 +180,16 @@ class ParamsSource:
                     self._host = (name, first, np.asarray(shard.data))
                 return self._host[2][start - first : stop - first]
         return np.asarray(array)[start:stop]
+
+
+def write_folder(
+    path: "str | os.PathLike[str]", source: ParamsSource, make: Callable[[Path], Target], tokenizer: Tokenizer | None,
+    overwrite: bool,
+) -> None:  # fmt: skip
+    """A whole checkpoint folder at once, in the form of `make(folder)`; it has its name when it is complete."""
+    with new_folder(path, overwrite) as partial:
+        if tokenizer is not None:
+            (partial / TOKENIZER_FILE).write_text(tokenizer.to_str(pretty=True), encoding="utf-8")
+        target = make(partial)
+        transfer(source, target)
+        target.finish()
