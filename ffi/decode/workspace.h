@@ -6,26 +6,29 @@
 // fences on both sides.
 //
 // Why a slot is not written again before it is read (who waits for an epoch would wait for ever). A layer's barriers of
-// a rank: P behind q, k, v and u, H behind the head norms, A behind attention, R behind routing, E behind the gathered
-// hidden rows. Two facts about the other ranks:
+// a rank: H behind the head norms, A behind attention, R behind routing, E behind the gathered hidden rows. Two facts
+// about the other ranks:
 // 1. Whoever has waited for row_sums[0] knows that all blocks of all ranks came to A: these sums were made of every
 //    rank's branch[0], and that of everybody's o_proj. Every block waits so in pre_expert_proj's operand.
 // 2. Whoever has passed E knows that all blocks of all ranks came to R: every rank's hidden rows are behind its R.
 //
 //   slot                              last read before    next write                      by
+//   head_sums                         H, own rank         next layer, launch, behind E
 //   partial[0], branch[0]             R                   next layer, launch, behind E    2
 //   logits, pooled                    R                   next layer, pre_expert          2
 //   hidden                            E                   next layer, behind R            1
-//   sums                              the next P          next layer, behind E            1
-//   partial[1], branch[1]             the next P          next layer, behind E            1
-//   combined                          the next P, own     next layer, behind E
+//   sums                              the next H          next layer, behind E            2
+//   partial[1], branch[1]             the next H          next layer, behind E            2
+//   combined                          the next H, own     next layer, behind E
 //   row_sums[0]                       R, own rank         next layer, behind A
-//   row_sums[1]                       the next P, own     next layer, behind E; start()
+//   row_sums[1]                       the next H, own     next layer, behind E; start()
 //
-// "The next P" of a launch's last layer is its end. start() uses branch[0] in an epoch of its own; it is written again
-// in reduce(0), which has waited for o_proj's sums of every rank, behind its A. Scratch of the rank lies between
-// barriers too: the stream is read before R and before P and written behind A and behind E; f and the routing are read
-// before the next P and written behind the next E and A.
+// "The next H" of a launch's last layer is its end. start() uses branch[0] in an epoch of its own; it is written again
+// in reduce(0), which has waited for o_proj's sums of every rank, behind its A. A layer's epoch begins behind the head
+// norms: head_sums carry the epoch of the layer before, as the row_sums that q, k, v and u waited for.
+//
+// Scratch of the rank lies between barriers too: the stream is read before R and before H and written behind A and
+// behind E; f and the routing are read before the next H and written behind the next E and A.
 #pragma once
 
 #include "ffi/decode/plan.h"
