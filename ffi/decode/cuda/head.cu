@@ -207,6 +207,8 @@ __global__ void __launch_bounds__(kLaunchThreads, 1) decode_head(const __grid_co
 }  // namespace
 
 Status prepare_head(const Plan& plan, Prepared* prepared) {
+  if (kSegments * plan.head_groups() * plan.head_groups() > UINT32_MAX)
+    return {"decode_head: a vocabulary of " + std::to_string(plan.vocab) + ", fewer than 2.9 million expected"};
   return prepare_kernel("decode_head", decode_head, sizeof(BlockShared),
                         std::max<int64_t>(dense_operand_bytes(plan.hidden), plan.hidden * 4), prepared);
 }

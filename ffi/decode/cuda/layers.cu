@@ -190,6 +190,9 @@ Status prepare_layers(const Plan& plan, Prepared* prepared) {
   if (tiles > INT32_MAX)
     return {"decode_layers: a dense weight of " + std::to_string(tiles) +
             " tiles of 16 x 16, fewer than 2^31 expected"};
+  const int64_t groups = std::max(plan.inner_columns(), plan.moe_columns()) / 16;  // of an expert GEMM, at most
+  if (kMaxPairs * groups * groups > UINT32_MAX)
+    return {"decode_layers: experts of " + std::to_string(groups) + " row groups per rank, fewer than 2048 expected"};
   if (plan.q_heads / plan.kv_heads > kMaxGroup)
     return {"decode_layers: " + std::to_string(plan.q_heads / plan.kv_heads) + " query heads per kv head, at most " +
             std::to_string(kMaxGroup)};

@@ -19,7 +19,8 @@ MUSE_FN Range part(int32_t total, uint32_t index, uint32_t size) {
           static_cast<int32_t>(static_cast<uint32_t>(total) * (index + 1) / size)};
 }
 
-// Quotients by a number that stays: 32-bit division is long code. Exact while n times the divisor is below 2^32.
+// Quotients by a number that stays: 32-bit division is long code. Exact while n times the divisor is below 2^32, which
+// prepare_layers and prepare_head check.
 struct Divisor {
   int32_t value;
   uint32_t inverse;  // 2^32 / value, rounded up; of 1 it would not fit
