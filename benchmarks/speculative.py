@@ -22,7 +22,7 @@ from stepping import write_json
 
 from muse_jax import Generation, LanguageModel, MuseSparkConfig, Sampling, generate, make_mesh
 from muse_jax.decode import MAX_ROWS
-from muse_jax.speculative import TokenTree, make_tree
+from muse_jax.speculative import Seen, TokenTree, make_tree
 from muse_jax.weights import random_params
 
 BATCH, PROMPT = 4, 6
@@ -44,13 +44,14 @@ class KnowingDraft:
         del batch, capacity
         return ()
 
-    def observe(self, carry: Any, token: jax.Array, features: jax.Array, count: jax.Array, lengths: jax.Array) -> Any:
+    def observe(self, carry: Any, seen: Seen) -> Any:
         """It has read it before."""
-        del token, features, count, lengths
+        del seen
         return carry
 
-    def propose(self, carry: Any, token: jax.Array, lengths: jax.Array) -> tuple[TokenTree, Any]:
+    def propose(self, carry: Any, seen: Seen, token: jax.Array, lengths: jax.Array) -> tuple[TokenTree, Any]:
         """Random trees, or chains."""
+        del seen
         shape, node = (token.shape[0], self.width), jnp.arange(self.width, dtype=jnp.int32)
         keys = jax.random.split(jax.random.fold_in(jax.random.key(0), lengths.sum()), 3)
         parent = jnp.broadcast_to(node - 1, shape)

@@ -166,8 +166,8 @@ def test_generate_with_a_draft(checkpoint, tmp_path):
     """The text is the plain one; what is wrong with a draft's folder is said."""
     config = MuseSparkConfig.tiny()
     small = DFlashConfig(
-        vocab_size=config.vocab_size, hidden_size=config.hidden_size, num_attention_heads=4, num_key_value_heads=2,
-        head_dim=16, intermediate_size=64, windows=(12, None), rope_theta=1e4, rms_norm_eps=1e-5, tap_layers=(1, 3),
+        vocab_size=config.vocab_size, hidden_size=config.hidden_size, num_attention_heads=8, num_key_value_heads=2,
+        head_dim=16, intermediate_size=128, windows=(12, None), rope_theta=1e4, rms_norm_eps=1e-5, tap_layers=(1, 3),
         mask_token_id=config.vocab_size - 1, output_multiplier=config.output_multiplier,
         final_logit_softcapping=20.0, block_width=8, top_k=6, selector_rank=8, conv_group_size=16,
     )  # fmt: skip
