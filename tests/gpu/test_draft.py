@@ -112,7 +112,8 @@ def test_acceptance(gpus, width, same_bytes):
                 got = jax.jit(accept, static_argnames="tap_layers")(
                     state, tree, *rest, Taps(taps, parents, parents), tap_layers=(0, config.num_hidden_layers - 1)
                 )
-            found.append([np.asarray(x) for x in jax.tree.leaves(got)])
+            after = [getattr(got[1], name) for name in (*gpu_helpers.CACHES, "lengths")]
+            found.append([np.asarray(x) for x in (*jax.tree.leaves(got[0]), *after)])
         same_bytes(found[1], found[0])
 
 

@@ -145,6 +145,7 @@ __global__ void __launch_bounds__(kThreads, 1) draft_kernel(const __grid_constan
   DraftShared& s = draft_shared();
   for (uint32_t i = threadIdx.x; i < sizeof(DraftCall) / 4; i += kThreads)
     reinterpret_cast<uint32_t*>(&s.call)[i] = reinterpret_cast<const uint32_t*>(&call)[i];
+  if (threadIdx.x < kWarps) s.fetch[threadIdx.x] = {kMaxDraftJobs, 0, 0, 0, 0};  // nothing to be fetched yet
   sync_block();
   if (threadIdx.x == 0) {
     s.offsets = draft_workspace(call.plan);
