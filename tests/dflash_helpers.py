@@ -13,8 +13,8 @@ from muse_jax.speculative import dflash_reference as reference
 from muse_jax.speculative.dflash import DFlashDraft
 from muse_jax.speculative.dflash_config import DFlashConfig
 from muse_jax.speculative.dflash_model import Context
-from muse_jax.speculative.draft import Seen
 from muse_jax.speculative.dflash_weights import random_draft
+from muse_jax.speculative.draft import Seen
 
 CAPACITY = 8000
 CHUNK = 8

@@ -1,9 +1,9 @@
 """DFlash and DFlash2 drafts against the NumPy oracle (tests/oracle/dflash.py) and by their properties.
 
 Limits: the step-by-step reference makes the oracle's roundings and differs by the order of fp32 sums, which changes no
-bit of most blocks; a flipped rounding changes a block by 0.1 to 0.4 % (relative rms), so the limit is 0.5 %. A deliberate
-mistake is worth more than 5 % (`test_mistakes_exceed_the_limit`). That the fused call has the reference's bits is
-tests/test_draft_call.py's.
+bit of most blocks; a flipped rounding changes a block by 0.1 to 0.4 % (relative rms), so the limit is 0.5 %. A
+deliberate mistake is worth more than 5 % (`test_mistakes_exceed_the_limit`). That the fused call has the reference's
+bits is tests/test_draft_call.py's.
 """
 
 import dataclasses
@@ -374,7 +374,9 @@ def test_arrays_are_shared_and_checked(drafts):
         make_draft(V1, params, draft.embedding, draft.head[:5], mask_embedding=draft.head)
     for text in ("fc.weight: expected", "norm.weight: missing", "extra: unexpected", "head: ", "mask_embedding: "):
         assert text in str(caught.value)
-    with pytest.raises(ValueError, match=r"features: given \[1, 8, 2, 128\], expected \[B, T, E, H\] = \[1, 8, 3, 128\]"):
+    with pytest.raises(
+        ValueError, match=r"features: given \[1, 8, 2, 128\], expected \[B, T, E, H\] = \[1, 8, 3, 128\]"
+    ):
         draft.observe(draft.start(batch=1, capacity=9), seen(features(1, 8)[:, :, :2], ints(8), ints(0)))
     leaves = jax.tree.leaves(draft.start(batch=1, capacity=9))
     assert len({id(leaf) for leaf in leaves}) == len(leaves)  # the loop donates them

@@ -63,7 +63,9 @@ def test_hugging_face_computes_the_same(target):
     seen = len(oracle["context"])
     for window, same in ((10, False), (11, True), (12, False)):
         config = draft.config.replace(windows=(window, None))
-        carry = reference.inject(config, draft.params, model.empty_context(config, 1, 64), features, ints(seen), ints(0))
+        carry = reference.inject(
+            config, draft.params, model.empty_context(config, 1, 64), features, ints(seen), ints(0)
+        )
         found = reference.hidden_states(config, draft.params, carry, x, ints(seen))[0]
         assert (rms(found, oracle["hidden"]) < 1e-2) == same
 

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from op_helpers import same, wild
 
@@ -62,13 +62,13 @@ def same_as_reference(draft, carry, shown, token, lengths) -> None:
     for a, b in zip(jax.tree.leaves(after), jax.tree.leaves(expected), strict=True):
         same(a, b)
     lattice = helpers.lattice(draft, expected, jnp.asarray(token), jnp.asarray(lengths))
-    for a, b in zip(jax.tree.leaves(tree), jax.tree.leaves(best_first(token, *lattice, width=draft.width)[0]), strict=True):
+    for a, b in zip(
+        jax.tree.leaves(tree), jax.tree.leaves(best_first(token, *lattice, width=draft.width)[0]), strict=True
+    ):
         same(a, b)
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
-@given(configs(), st.integers(0, 2**31), st.data())
-def test_random_drafts(config, seed, data):
+def random_draft(config, seed, data) -> None:
     """Both kinds, one to four sequences of any length, weights with NaN, infinities and huge numbers in a third."""
     rng = np.random.default_rng(seed)
     width, batch = data.draw(st.integers(1, config.block_width)), data.draw(st.integers(1, 4))
@@ -83,6 +83,12 @@ def test_random_drafts(config, seed, data):
     shown = helpers.seen(jnp.asarray(features), count, np.maximum(lengths - count, 0))
     carry = random_context(rng, config, draft, lengths)
     same_as_reference(draft, carry, shown, rng.integers(0, config.vocab_size, batch).astype(np.int32), lengths)
+
+
+# Every shape is compiled for the reference, which takes most of the time.
+drawn = given(configs(), st.integers(0, 2**31), st.data())
+test_random_drafts = settings(max_examples=4, deadline=None)(drawn(random_draft))
+test_many_random_drafts = pytest.mark.slow(settings(max_examples=100, deadline=None)(drawn(random_draft)))
 
 
 @pytest.mark.parametrize("config", [helpers.V1, helpers.V2.replace(windows=(600, None))], ids=["dflash", "dflash2"])
@@ -130,5 +136,7 @@ def test_a_root_that_is_no_token():
     draft = helpers.make(helpers.V1, 1)
     with pytest.raises(jax.errors.JaxRuntimeError, match=r"draft: token\[0\] is 96, allowed: 0 to 95"):
         jax.block_until_ready(
-            helpers.propose(draft, draft.start(batch=1, capacity=9), helpers.nothing(draft), helpers.ints(96), helpers.ints(0))
+            helpers.propose(
+                draft, draft.start(batch=1, capacity=9), helpers.nothing(draft), helpers.ints(96), helpers.ints(0)
+            )
         )

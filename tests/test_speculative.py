@@ -469,9 +469,9 @@ def test_a_chain_is_a_tree():
 def drafting(model, selector: bool, width: int | None = None):
     """A DFlash2 or DFlash draft of random weights."""
     config = DFlashConfig(
-        vocab_size=64, hidden_size=128, num_attention_heads=8, num_key_value_heads=2, head_dim=16, intermediate_size=128,
-        windows=(12, None), rope_theta=1e4, rms_norm_eps=1e-5, tap_layers=(0, 1), mask_token_id=63,
-        output_multiplier=1.0, final_logit_softcapping=20.0, block_width=16, top_k=6,
+        vocab_size=64, hidden_size=128, num_attention_heads=8, num_key_value_heads=2, head_dim=16,
+        intermediate_size=128, windows=(12, None), rope_theta=1e4, rms_norm_eps=1e-5, tap_layers=(0, 1),
+        mask_token_id=63, output_multiplier=1.0, final_logit_softcapping=20.0, block_width=16, top_k=6,
         selector_rank=8 if selector else None, conv_group_size=16 if selector else None,
     )  # fmt: skip
     shared = [model.params[name] for name in ("embed_tokens.weight", "lm_head.weight")]

@@ -49,7 +49,7 @@ def accept(
     taps: Taps | None = None,
     tap_layers: tuple[int, ...] = (),
 ) -> tuple[Accepted, DecodeState]:
-    """From each root on, the nodes of which every one is what the target put there; their keys and values are committed.
+    """From each root on, the nodes that are what the target itself put there; their keys and values are committed.
 
     Lossless for greedy and, with the target's own draws, for sampled tokens, whatever the trees. Node i lies in slot
     length + i, the node at depth r belongs in slot length + r, in sliding layers modulo the ring. Nodes whose slot is

@@ -59,9 +59,7 @@ class DFlashDraft:
         """
         return draft_call(self, carry, seen)[1]
 
-    def propose(
-        self, carry: Context, seen: Seen, token: jax.Array, lengths: jax.Array
-    ) -> tuple[TokenTree, Context]:
+    def propose(self, carry: Context, seen: Seen, token: jax.Array, lengths: jax.Array) -> tuple[TokenTree, Context]:
         """The best-first trees below the newest tokens, int32 [B], at positions `lengths`; see `Draft`.
 
         Raises:
@@ -109,5 +107,6 @@ def make_draft(
     if problems:
         raise ValueError("\n".join(["these parameters do not fit the draft's configuration:", *problems]))
     mask = embedding[config.mask_token_id] if mask_embedding is None else mask_embedding
-    mesh = head.sharding.mesh if isinstance(head.sharding, NamedSharding) else None
+    sharding = head.sharding
+    mesh = sharding.mesh if isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, Mesh) else None
     return DFlashDraft(config, width, dict(params), embedding, head, mask, mesh)

@@ -103,7 +103,7 @@ class DFlashConfig:
 
     @property
     def frequencies(self) -> NDArray[np.float32]:
-        """fp32 [head_dim / 2]: what a position is multiplied by for the angles of RoPE, as the target's table has it."""
+        """fp32 [head_dim / 2]: what a position is multiplied by for the angles of RoPE, as for the target's table."""
         half = self.head_dim // 2
         return np.float32(1) / np.array([self.rope_theta ** (i / half) for i in range(half)], np.float32)
 
@@ -158,7 +158,9 @@ def _problems(c: DFlashConfig) -> list[str]:
         if sizes[name]:
             require(name, getattr(c, name) % 128 == 0, "a multiple of 128")
     if sizes["head_dim"]:
-        require("head_dim", c.head_dim % 16 == 0 and c.head_dim <= MAX_HEAD_DIM, f"16 to {MAX_HEAD_DIM}, in steps of 16")
+        require(
+            "head_dim", c.head_dim % 16 == 0 and c.head_dim <= MAX_HEAD_DIM, f"16 to {MAX_HEAD_DIM}, in steps of 16"
+        )
     if sizes["num_attention_heads"] and sizes["num_key_value_heads"] and sizes["head_dim"]:
         least = math.lcm(c.num_key_value_heads, 128 // math.gcd(128, c.head_dim))
         require(

@@ -60,7 +60,7 @@ def inject(config: DFlashConfig, params: Weights, context: Context, features: An
         ks[layer][b, slot] = _finite(k[b, t])
         vs[layer][b, slot] = _finite(v[b, t])
         positions[layer][b, slot] = position[b, t]
-    return Context(tuple(ks), tuple(vs), tuple(positions))
+    return Context(*(tuple(jnp.asarray(x) for x in layers) for layers in (ks, vs, positions)))
 
 
 @_exact
@@ -162,9 +162,7 @@ def convolve(z: Any, kernel: NDArray | None) -> NDArray:
 
 
 @_exact
-def lattice(
-    config: DFlashConfig, params: Weights, head: Any, hidden: NDArray, token: Any
-) -> tuple[NDArray, NDArray]:
+def lattice(config: DFlashConfig, params: Weights, head: Any, hidden: NDArray, token: Any) -> tuple[NDArray, NDArray]:
     """What the trees are made of, from hidden states bf16 [B, G, H] and newest tokens int32 [B].
 
     Returns:

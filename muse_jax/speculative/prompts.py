@@ -51,7 +51,12 @@ def prefill_both(
             own = np.flatnonzero(sequence[part] == b)
             row[b, : len(own)], counts[b] = own, len(own)
             lengths[b] = position[part][own[0]] if len(own) else 0
-        seen = Seen(jnp.asarray(token[part][row]), _features(draft, weights, taps, size)[row], jnp.asarray(counts), jnp.asarray(lengths))
+        seen = Seen(
+            jnp.asarray(token[part][row]),
+            _features(draft, weights, taps, size)[row],
+            jnp.asarray(counts),
+            jnp.asarray(lengths),
+        )
         carry = _observe(draft, carry, seen)
         if on_chunk is not None:
             on_chunk(count, taps, outputs)

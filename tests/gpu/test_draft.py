@@ -1,4 +1,4 @@
-"""The fused draft and acceptance on GPUs against the CPU's, bit for bit, what they launch, and their place in a graph."""
+"""The fused draft and acceptance on GPUs: bits against the CPU's, what they launch, their place in a graph."""
 
 import dataclasses
 
@@ -29,7 +29,8 @@ def random_config(rng) -> DFlashConfig:
         vocab_size=vocab, hidden_size=hidden, num_attention_heads=heads, num_key_value_heads=kv, head_dim=head_dim,
         intermediate_size=128 * int(rng.integers(1, 5)), rope_theta=float(rng.choice([1e4, 5e5])),
         windows=tuple(rng.choice([None, 1, 12, 140, 600]) for _ in range(rng.integers(1, 4))), rms_norm_eps=1e-5,
-        tap_layers=tuple(range(rng.integers(1, 4))), mask_token_id=vocab - 2, output_multiplier=float(rng.choice([0.5, 2])),
+        tap_layers=tuple(range(rng.integers(1, 4))), mask_token_id=vocab - 2,
+        output_multiplier=float(rng.choice([0.5, 2])),
         final_logit_softcapping=20.0, block_width=int(rng.integers(2, 17)), top_k=int(rng.integers(2, 33)),
         selector_rank=int(rng.choice([8, 40, 256])) if v2 else None,
         conv_group_size=int(rng.choice([8, 16, 32])) if v2 else None,
@@ -163,7 +164,9 @@ def test_launches_per_step(gpus, tmp_path):
             token = new.token
         jax.block_until_ready((token, state))
     for plane, counts in device_events(tmp_path).items():
-        ours = {n: sum(c for name, c in counts.items() if n in name) for n in ("draft_kernel", "accept_kernel", "decode_")}
+        ours = {
+            n: sum(c for name, c in counts.items() if n in name) for n in ("draft_kernel", "accept_kernel", "decode_")
+        }
         assert ours == {"draft_kernel": 5, "accept_kernel": 5, "decode_": 10}, (plane, counts)
         others = {n: c for n, c in counts.items() if not MOVES.search(n) and not any(o in n for o in ours)}
         print(plane, others)
