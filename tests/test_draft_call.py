@@ -132,11 +132,16 @@ def test_the_context_is_updated_in_place():
     assert " copy(" not in compiled.as_text()
 
 
-def test_a_root_that_is_no_token():
-    draft = helpers.make(helpers.V1, 1)
-    with pytest.raises(jax.errors.JaxRuntimeError, match=r"draft: token\[0\] is 96, allowed: 0 to 95"):
-        jax.block_until_ready(
-            helpers.propose(
-                draft, draft.start(batch=1, capacity=9), helpers.nothing(draft), helpers.ints(96), helpers.ints(0)
-            )
-        )
+@pytest.mark.parametrize(
+    ("token", "count", "first", "message"),
+    [
+        (96, 0, 0, r"token\[0\] is 96, allowed: 0 to 95"),
+        (3, 9, 0, r"count\[0\] is 9, allowed: 0 to 8"),
+        (3, 2, -1, r"first position\[0\] is -1, allowed: 0 or more"),
+    ],
+)
+def test_wrong_values(token, count, first, message):
+    draft, ints = helpers.make(helpers.V1, 1), helpers.ints
+    given = draft.start(batch=1, capacity=9), helpers.seen(helpers.features(1, 8), ints(count), ints(first))
+    with pytest.raises(jax.errors.JaxRuntimeError, match="draft: " + message):
+        jax.block_until_ready(helpers.propose(draft, *given, ints(token), ints(0)))

@@ -280,10 +280,17 @@ class Draft {
 
 Status draft(Stream, const DraftCall& call) {
   const DraftPlan& p = call.plan;
-  for (int64_t b = 0; b < p.batch && p.width > 0; ++b)
-    if (call.token[b] < 0 || call.token[b] >= p.vocab)
-      return {"draft: token[" + std::to_string(b) + "] is " + std::to_string(call.token[b]) + ", allowed: 0 to " +
-              std::to_string(p.vocab - 1)};
+  const auto wrong = [](const char* name, int64_t b, int64_t value, const std::string& allowed) {
+    return Status{"draft: " + std::string(name) + "[" + std::to_string(b) + "] is " + std::to_string(value) +
+                  ", allowed: " + allowed};
+  };
+  for (int64_t b = 0; b < p.batch; ++b) {
+    if (p.width > 0 && (call.token[b] < 0 || call.token[b] >= p.vocab))
+      return wrong("token", b, call.token[b], "0 to " + std::to_string(p.vocab - 1));
+    if (call.count[b] < 0 || call.count[b] > p.fed)
+      return wrong("count", b, call.count[b], "0 to " + std::to_string(p.fed));
+    if (call.count[b] > 0 && call.first[b] < 0) return wrong("first position", b, call.first[b], "0 or more");
+  }
   Draft(call).run();
   return {};
 }
