@@ -96,10 +96,24 @@ class DraftChoice : public DraftPhases {
     }
   }
 
-  // One warp a sequence. A node's first child, whose place its next sibling takes when it has come, is an entry.
+  // One warp a sequence.
   __device__ void trees() {
-    const int b = block();
-    if (threadIdx.x >= 32 || b >= p_.batch) return;
+    if (threadIdx.x < 32)
+      for (int b = block(); b < p_.batch; b += blocks()) tree(b);
+  }
+
+ private:
+  static constexpr uint32_t kNothing = ~0u;
+
+  struct Nodes {
+    DraftEntry entry[kMaxNodes];
+    float score[kMaxNodes];
+    uint8_t depth[kMaxNodes], place[kMaxNodes];  // place: which candidate of its place it is
+    uint64_t above[kMaxNodes];                   // the node and those above it
+  };
+
+  // A node's first child, whose place its next sibling takes when it has come, is an entry.
+  __device__ void tree(int b) {
     const int width = static_cast<int>(p_.width), k = static_cast<int>(p_.top_k),
               places = static_cast<int>(p_.places());
     Nodes& n = *reinterpret_cast<Nodes*>(s_.region);
@@ -139,16 +153,6 @@ class DraftChoice : public DraftPhases {
     for (int i = lane(); i < width * width; i += 32)
       c_.tree_ancestors[b * width * width + i] = n.above[i / width] >> (i % width) & 1u;
   }
-
- private:
-  static constexpr uint32_t kNothing = ~0u;
-
-  struct Nodes {
-    DraftEntry entry[kMaxNodes];
-    float score[kMaxNodes];
-    uint8_t depth[kMaxNodes], place[kMaxNodes];  // place: which candidate of its place it is
-    uint64_t above[kMaxNodes];                   // the node and those above it
-  };
 
   __device__ int rows() const { return static_cast<int>(p_.batch * p_.places()); }
   __device__ float logit(float z) const { return draft_logit(z, p_.multiplier, p_.cap); }
