@@ -175,8 +175,8 @@ CONFIG = rows("config", lambda w, name, value: TINY.replace(**{name: value}), CO
 def draft_settings(change: dict) -> dict:
     """A draft's config.json for the world's model, with a change."""
     return {
-        "block_size": 8, "mask_token_id": 63, "head_dim": 16, "hidden_size": 128, "intermediate_size": 32,
-        "layer_types": ["sliding_attention", "full_attention"], "num_attention_heads": 4, "num_key_value_heads": 2,
+        "block_size": 8, "mask_token_id": 63, "head_dim": 16, "hidden_size": 128, "intermediate_size": 128,
+        "layer_types": ["sliding_attention", "full_attention"], "num_attention_heads": 8, "num_key_value_heads": 2,
         "num_hidden_layers": 2, "rms_norm_eps": 1e-5, "sliding_window": 12, "vocab_size": 64,
         "rope_parameters": {"rope_theta": 1e4, "rope_type": "default"}, "dflash_config": {"target_layer_ids": [0, 1]},
         **change,

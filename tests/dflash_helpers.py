@@ -10,16 +10,18 @@ from oracle import dflash as oracle
 from safetensors.numpy import save_file
 
 from muse_jax.config import MuseSparkConfig
-from muse_jax.speculative import dflash_model as model
+from muse_jax.speculative import dflash_reference as reference
 from muse_jax.speculative.dflash import DFlashDraft
 from muse_jax.speculative.dflash_config import DFlashConfig
+from muse_jax.speculative.dflash_model import Context
 from muse_jax.speculative.dflash_weights import random_draft
+from muse_jax.speculative.draft import Seen
 
 CAPACITY = 8000
 CHUNK = 8
 
 V2 = DFlashConfig(
-    vocab_size=96, hidden_size=64, num_attention_heads=4, num_key_value_heads=2, head_dim=16, intermediate_size=96,
+    vocab_size=96, hidden_size=128, num_attention_heads=8, num_key_value_heads=2, head_dim=16, intermediate_size=128,
     windows=(12, None), rope_theta=1e4, rms_norm_eps=1e-5, tap_layers=(1, 2, 3), mask_token_id=94,
     output_multiplier=2.0, final_logit_softcapping=20.0, block_width=8, top_k=6, selector_rank=16, conv_group_size=16,
 )  # fmt: skip
@@ -28,11 +30,6 @@ V1 = V2.replace(selector_rank=None, conv_group_size=None)
 SINGLE = V1.replace(windows=(12,))
 RING = 12 + 2 * 8  # rows of the sliding layers
 
-# Without this option XLA drops roundings to bf16 inside a fusion.
-AS_WRITTEN = {"xla_allow_excess_precision": False}
-hidden_states = jax.jit(model.hidden_states, static_argnums=0, compiler_options=AS_WRITTEN)
-inject = jax.jit(model.inject, static_argnums=0, compiler_options=AS_WRITTEN)
-lattice = jax.jit(DFlashDraft.lattice)
 observe = jax.jit(DFlashDraft.observe)
 propose = jax.jit(DFlashDraft.propose)
 
@@ -42,8 +39,8 @@ def normal(seed: int, *shape: int) -> jax.Array:
 
 
 def make(config: DFlashConfig, seed: int = 0, width: int | None = None) -> DFlashDraft:
-    table, head = normal(seed + 1, config.vocab_size, 64), normal(seed + 2, config.vocab_size, 64) / 8
-    return random_draft(config, jax.random.key(seed, impl="rbg"), 3 * table, head, width=width)
+    table, head = (normal(seed + i, config.vocab_size, config.hidden_size) for i in (1, 2))
+    return random_draft(config, jax.random.key(seed, impl="rbg"), 3 * table, head / 11, width=width)
 
 
 def weights(draft: DFlashDraft) -> dict[str, np.ndarray]:
@@ -52,7 +49,22 @@ def weights(draft: DFlashDraft) -> dict[str, np.ndarray]:
 
 def features(seed: int, count: int) -> jax.Array:
     """Of one sequence: bf16 [1, T, E, H]."""
-    return normal(seed, 1, count, 3, 64)
+    return normal(seed, 1, count, 3, 128)
+
+
+def seen(given, count, lengths) -> Seen:
+    """Features [B, T, E, H] of `count` tokens from `lengths` on."""
+    return Seen(jnp.zeros(given.shape[:2], jnp.int32), given, jnp.asarray(count), jnp.asarray(lengths))
+
+
+def nothing(draft: DFlashDraft, batch: int = 1) -> Seen:
+    return Seen.none(draft, batch, draft.config.hidden_size)
+
+
+def lattice(draft: DFlashDraft, context: Context, token, lengths):
+    """Candidates and log-probabilities for trees as wide as the draft's, by the reference."""
+    hidden = reference.hidden_states(draft.config, draft.params, context, blocks(draft, token), lengths)
+    return reference.lattice(draft.config, draft.params, draft.head, hidden[:, 1 : max(draft.width, 2)], token)
 
 
 def ints(*values: int) -> jax.Array:
@@ -65,13 +77,13 @@ def feed(draft: DFlashDraft, carry, given: jax.Array, first: int = 0, chunk: int
         part = given[:, start : start + chunk]
         count = part.shape[1]
         part = jnp.pad(part, ((0, 0), (0, chunk - count), (0, 0), (0, 0)), constant_values=jnp.nan)
-        carry = inject(draft.config, draft.params, carry, part, ints(count), ints(first + start))
+        carry = observe(draft, carry, seen(part, ints(count), ints(first + start)))
     return carry
 
 
-def context(draft: DFlashDraft, length: int, seed: int = 5, seen: int = 70):
-    """(our context, the oracle's) of a sequence of `length` tokens of which the last `seen` were observed."""
-    count = min(length, seen)
+def context(draft: DFlashDraft, length: int, seed: int = 5, observed: int = 70):
+    """(our context, the oracle's) of a sequence of `length` tokens of which the last `observed` were."""
+    count = min(length, observed)
     given = features(seed, 70)[:, 70 - count :]
     ours = feed(draft, draft.start(batch=1, capacity=CAPACITY), given, length - count)
     theirs = oracle.new_context(draft.config)
@@ -79,10 +91,16 @@ def context(draft: DFlashDraft, length: int, seed: int = 5, seen: int = 70):
     return ours, theirs
 
 
+def blocks(draft: DFlashDraft, token) -> jax.Array:
+    """What is forwarded, bf16 [B, W, H]: a plain row of the table, and then the mask's."""
+    rows = draft.embedding[token][:, None]
+    masks = (len(rows), draft.config.block_width - 1, draft.config.hidden_size)
+    return jnp.concatenate([rows, jnp.broadcast_to(draft.mask_embedding, masks)], axis=1)
+
+
 def block(draft: DFlashDraft, token: int) -> jax.Array:
-    """What is forwarded, bf16 [1, W, H]: plain rows of the table."""
-    ids = [token] + [draft.config.mask_token_id] * (draft.config.block_width - 1)
-    return draft.embedding[jnp.array(ids)][None]
+    """The same of one sequence."""
+    return blocks(draft, ints(token))
 
 
 def rms(found, expected) -> float:
@@ -125,7 +143,7 @@ def write_tiny_draft(path: Path) -> Path:
     """A folder with a draft for the tiny checkpoint."""
     target = MuseSparkConfig.tiny()
     config = V2.replace(
-        vocab_size=target.vocab_size, hidden_size=target.hidden_size, intermediate_size=64, tap_layers=(1, 3),
+        vocab_size=target.vocab_size, hidden_size=target.hidden_size, intermediate_size=128, tap_layers=(1, 3),
         mask_token_id=target.vocab_size - 1, output_multiplier=target.output_multiplier, selector_rank=8,
     )  # fmt: skip
     shared = jnp.zeros((target.vocab_size, target.hidden_size), jnp.bfloat16)

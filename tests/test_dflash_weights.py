@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from dflash_helpers import V1, V2, hidden_states, inject, ints, make, rms, settings, weights, write
+from dflash_helpers import V1, V2, ints, make, rms, settings, weights, write
 from safetensors.numpy import load_file, save_file
 from weight_helpers import SMALL
 
@@ -17,6 +17,7 @@ from muse_jax.config import MuseSparkConfig
 from muse_jax.errors import CheckpointError, ConfigError
 from muse_jax.mesh import make_mesh
 from muse_jax.speculative import dflash_model as model
+from muse_jax.speculative import dflash_reference as reference
 from muse_jax.speculative.dflash_config import DFlashConfig
 from muse_jax.speculative.dflash_weights import load_draft, random_draft
 
@@ -25,7 +26,7 @@ BF16 = ml_dtypes.bfloat16
 HIDDEN = SMALL.hidden_size
 
 CONFIG = DFlashConfig(
-    vocab_size=64, hidden_size=HIDDEN, num_attention_heads=4, num_key_value_heads=2, head_dim=16, intermediate_size=32,
+    vocab_size=64, hidden_size=HIDDEN, num_attention_heads=8, num_key_value_heads=2, head_dim=16, intermediate_size=128,
     windows=(12, None), rope_theta=1e4, rms_norm_eps=1e-5, tap_layers=(0, 1, 2), mask_token_id=62,
     output_multiplier=0.5, final_logit_softcapping=20.0, block_width=8, top_k=6, selector_rank=8, conv_group_size=16,
 )  # fmt: skip
@@ -62,8 +63,10 @@ def test_hugging_face_computes_the_same(target):
     seen = len(oracle["context"])
     for window, same in ((10, False), (11, True), (12, False)):
         config = draft.config.replace(windows=(window, None))
-        carry = inject(config, draft.params, model.empty_context(config, 1, 64), features, ints(seen), ints(0))
-        found = hidden_states(config, draft.params, carry, x, ints(seen))[0]
+        carry = reference.inject(
+            config, draft.params, model.empty_context(config, 1, 64), features, ints(seen), ints(0)
+        )
+        found = reference.hidden_states(config, draft.params, carry, x, ints(seen))[0]
         assert (rms(found, oracle["hidden"]) < 1e-2) == same
 
 

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import re
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from decode_helpers import drawn, small
-from op_helpers import same
+from decode_helpers import FULL, SLIDING, drawn, small
+from op_helpers import BF16, same, wild
 
-from muse_jax.decode import MAX_ROWS, init_state, prefill
+from muse_jax.decode import MAX_ROWS, Taps, custom_calls, init_state, prefill
 from muse_jax.generate import generate
 from muse_jax.language_model import LanguageModel
 from muse_jax.loop import advance, begin
@@ -84,9 +85,9 @@ def test_recorded_lattice_and_walks():
         ([11, 21, 30, 20, 31, 7, 8, 9], [0, 3, 4], [11, 20, 31]),
         ([12, 21, 30, 20, 31, 7, 8, 9], [0], [12]),
     ):
-        got = accept(tree, jnp.array([follows]), jnp.ones((1, 8), bool))
+        got, _ = accept(empty(1), tree, jnp.array(follows), jnp.zeros(8, bool), jnp.ones(1, bool))
         count = int(got.count[0])
-        assert got.path[0, :count].tolist() == path and got.tokens[0, :count].tolist() == tokens
+        assert got.path[0, :count].tolist() == path and got.follows[0, :count].tolist() == tokens
 
 
 best_first_compiled = jax.jit(best_first, static_argnames="width")
@@ -151,26 +152,65 @@ def test_wrong_trees(shapes, width, message):
         best_first(token, ids, edges, width=width)
 
 
-@pytest.mark.parametrize("width", [1, 2, 5, 16])
-def test_accept_is_the_walk(width):
-    """Node by node: the first child with the wanted token; some nodes are not there, siblings may repeat a token."""
-    rng, batch = np.random.default_rng(width), 300
-    parent = np.array([[-1, *(int(rng.integers(0, i)) for i in range(1, width))] for _ in range(batch)], np.int32)
-    token, follows = (rng.integers(0, 3, (batch, width)).astype(np.int32) for _ in range(2))
-    follows[rng.random((batch, width)) < 0.1] = -1
-    there = np.arange(width) < rng.integers(1, width + 1, (batch, 1))
-    got = jax.jit(lambda token, parent, *rest: accept(make_tree(token, parent), *rest))(token, parent, follows, there)
-    got = jax.tree.map(np.asarray, got)
-    for b in range(batch):
-        path = [0]
-        while True:
-            wanted = follows[b, path[-1]]
-            nexts = [i for i in range(width) if there[b, i] and parent[b, i] == path[-1] and token[b, i] == wanted]
-            if not nexts:
-                break
-            path.append(nexts[0])
-        assert got.path[b, : int(got.count[b])].tolist() == path
-        assert got.tokens[b, : len(path)].tolist() == follows[b, path].tolist()
+def empty(batch: int, devices: int = 1, capacity: int = 96):
+    """A state of random caches and lengths 0."""
+    config = small(sliding_window=5, num_hidden_layers=3, layer_types=(SLIDING, FULL, SLIDING),
+                   layer_rope_theta=(1e4, 0.0, 1e4), expert_formats=("bf16",) * 3)  # fmt: skip
+    state = init_state(config, make_mesh(devices), batch=batch, capacity=capacity)
+    rng = np.random.default_rng(batch)
+    caches = {name: jax.device_put(wild(rng, *getattr(state, name).shape), getattr(state, name).sharding)
+              for name in ("k_full", "v_full", "k_ring", "v_ring")}  # fmt: skip
+    return dataclasses.replace(state, **caches)
+
+
+accept_compiled = jax.jit(accept, static_argnames="tap_layers", donate_argnames="state")
+
+
+@pytest.mark.parametrize(("width", "batch", "devices"), [(2, 32, 1), (5, 12, 2), (16, 4, 8), (64, 1, 4), (1, 5, 2)])
+def test_accept_is_the_walk(width, batch, devices):
+    """Node by node: the first child with the wanted token; some nodes are not there, some rows are NaN, siblings may
+    repeat a token. The caches, and what the draft is shown, against NumPy."""
+    rng = np.random.default_rng(width)
+    for _ in range(6):
+        start = empty(batch, devices)
+        lengths = rng.integers(0, 97, batch).astype(np.int32)
+        lengths[: batch // 2] = np.minimum(lengths[: batch // 2], 96 - width)
+        parent = np.array([[-1, *(rng.integers(max(0, i - 3), i) for i in range(1, width))] for _ in range(batch)])
+        token, chosen = (rng.integers(0, 2, (batch, width)).astype(np.int32) for _ in range(2))
+        nan, active = rng.random((batch, width)) < 0.05, rng.random(batch) < 0.8
+        residuals = jnp.asarray(rng.standard_normal((3, 2, batch * width, 128)), jnp.float32)
+        expected = {name: np.array(getattr(start, name)) for name in ("k_full", "v_full", "k_ring", "v_ring")}
+        state = dataclasses.replace(start, lengths=jax.device_put(lengths, start.lengths.sharding))
+        taps = Taps(residuals, jnp.zeros(0, jnp.int32), jnp.zeros(0))
+        got, state = accept_compiled(
+            state, make_tree(jnp.asarray(token), jnp.asarray(parent, jnp.int32)), jnp.asarray(chosen.reshape(-1)),
+            jnp.asarray(nan.reshape(-1)), jnp.asarray(active), taps, tap_layers=(0, 2),
+        )  # fmt: skip
+        got = jax.tree.map(np.asarray, got)
+        for b in range(batch):
+            there = active[b] & (lengths[b] + np.arange(width) < 96)
+            wanted = np.where(nan[b] | ~there, -1, chosen[b])
+            path = [0] if there[0] else []
+            while path:
+                nexts = [i for i in range(width) if parent[b, i] == path[-1] and token[b, i] == wanted[path[-1]]]
+                if not nexts or not there[nexts[0]]:
+                    break
+                path.append(nexts[0])
+            ended = bool(path) and bool(nan[b, path[-1]])
+            filled = path + [0] * (width - len(path))
+            assert got.path[b].tolist() == filled and got.follows[b].tolist() == wanted[filled].tolist()
+            assert (got.nan[b], got.count[b], got.seen.count[b]) == (ended, len(path) - ended, len(path))
+            assert got.token[b] == (wanted[path[-1]] if path and not ended else 0)
+            assert state.lengths[b] == lengths[b] + len(path) and got.seen.lengths[b] == lengths[b]
+            assert got.seen.token[b].tolist() == token[b, filled].tolist()
+            shown = np.asarray(residuals)[[0, 2], 1].reshape(2, batch, width, -1)[:, b, filled].swapaxes(0, 1)
+            same(got.seen.features[b], shown.astype(BF16))
+            for cache in expected.values():
+                slots, rows = cache.shape[4], cache[:, :, b].copy()
+                for depth, node in enumerate(path):
+                    cache[:, :, b, :, (lengths[b] + depth) % slots] = rows[:, :, :, (lengths[b] + node) % slots]
+        for name, cache in expected.items():
+            same(getattr(state, name), cache)
 
 
 # Texts ---------------------------------------------------------------------------------------------------------------
@@ -195,15 +235,16 @@ class Scripted:
         """What it has seen: the token at each position, and the sum of its features' bits."""
         return jnp.zeros((batch, capacity), jnp.int32), jnp.zeros((batch, capacity), jnp.int32)
 
-    def observe(self, carry, token, features, count, lengths):
-        seen, felt = carry
-        place = jnp.arange(token.shape[1])
-        at = jnp.where(place < count[:, None], lengths[:, None] + place, seen.shape[1])
-        of = jnp.arange(token.shape[0])[:, None]
-        values = jax.lax.bitcast_convert_type(features, jnp.uint16).astype(jnp.int32).sum(axis=(2, 3))
-        return seen.at[of, at].set(token, mode="drop"), felt.at[of, at].set(values, mode="drop")
+    def observe(self, carry, seen):
+        tokens, felt = carry
+        place = jnp.arange(seen.token.shape[1])
+        at = jnp.where(place < seen.count[:, None], seen.lengths[:, None] + place, tokens.shape[1])
+        of = jnp.arange(len(at))[:, None]
+        values = jax.lax.bitcast_convert_type(seen.features, jnp.uint16).astype(jnp.int32).sum(axis=(2, 3))
+        return tokens.at[of, at].set(seen.token, mode="drop"), felt.at[of, at].set(values, mode="drop")
 
-    def propose(self, carry, token, lengths):
+    def propose(self, carry, seen, token, lengths):
+        carry = self.observe(carry, seen)
         key = jax.random.fold_in(jax.random.key(0), lengths.sum())
         shape = (token.shape[0], self.width)
         node = jnp.arange(self.width)
@@ -381,12 +422,13 @@ def test_caches_and_what_the_draft_saw(model):
     first, state, carry = prefill_both(model.weights, state, PROMPTS, draft)
     stops = jnp.zeros(0, jnp.int32)
     kept = begin(model.weights, state.lengths, first, stops, None, np.int32(40), space=40, logprobs=None, drafted=True)
-    kept, state, (seen, felt) = advance(model.weights, state, kept, stops, None, draft, carry, np.int32(40))
+    kept, state, (carry, last) = advance(model.weights, state, kept, stops, None, draft, carry, np.int32(40))
+    seen, felt = draft.observe(carry, last)
     lengths = np.asarray(state.lengths)
     whole = [[*p, *t] for p, t in zip(PROMPTS, np.asarray(kept.tokens).tolist(), strict=True)]
     committed = [text[: min(n, len(text))] for text, n in zip(whole, lengths, strict=True)]
     again = init_state(model.config, model.mesh, batch=4, capacity=96)
-    _, again, (seen_again, felt_again) = prefill_both(model.weights, again, committed, draft)
+    _, again, ((seen_again, felt_again), _) = prefill_both(model.weights, again, committed, draft)
     window, ring = model.config.sliding_window, state.k_ring.shape[4]
     for b, text in enumerate(committed):
         n = len(text)
@@ -404,7 +446,7 @@ def test_prefill_feeds_the_draft_in_chunks(model):
     prompts = [list(range(1, 50)) * 2, [7], [9, 8] * 20]
     draft = Scripted(jnp.zeros((3, 8), jnp.int32), 1.0, 4, tap_layers=(1,))
     state = init_state(model.config, model.mesh, batch=3, capacity=128)
-    output, state, (seen, felt) = prefill_both(model.weights, state, prompts, draft)
+    output, state, ((seen, felt), _) = prefill_both(model.weights, state, prompts, draft)
     plain, _ = prefill(model.weights, init_state(model.config, model.mesh, batch=3, capacity=128), prompts)
     same(output.logits, plain.logits)
     for b, prompt in enumerate(prompts):
@@ -424,22 +466,45 @@ def test_a_chain_is_a_tree():
     assert (np.asarray(tree.ancestors) == np.tril(np.ones((6, 6), bool))).all()
 
 
-@pytest.mark.parametrize("selector", [True, False])
-def test_with_a_drafting_model(model, selector):
-    """DFlash2 and DFlash with random weights, two prompts greedy and two sampled."""
+def drafting(model, selector: bool, width: int | None = None):
+    """A DFlash2 or DFlash draft of random weights."""
     config = DFlashConfig(
-        vocab_size=64, hidden_size=128, num_attention_heads=4, num_key_value_heads=2, head_dim=16, intermediate_size=64,
-        windows=(12, None), rope_theta=1e4, rms_norm_eps=1e-5, tap_layers=(0, 1), mask_token_id=63,
-        output_multiplier=1.0, final_logit_softcapping=20.0, block_width=16, top_k=6,
+        vocab_size=64, hidden_size=128, num_attention_heads=8, num_key_value_heads=2, head_dim=16,
+        intermediate_size=128, windows=(12, None), rope_theta=1e4, rms_norm_eps=1e-5, tap_layers=(0, 1),
+        mask_token_id=63, output_multiplier=1.0, final_logit_softcapping=20.0, block_width=16, top_k=6,
         selector_rank=8 if selector else None, conv_group_size=16 if selector else None,
     )  # fmt: skip
     shared = [model.params[name] for name in ("embed_tokens.weight", "lm_head.weight")]
-    draft = random_draft(config, jax.random.key(3), *shared)
+    return random_draft(config, jax.random.key(3), *shared, width=width)
+
+
+@pytest.mark.parametrize("selector", [True, False])
+def test_with_a_drafting_model(model, selector):
+    """Two prompts greedy and two sampled."""
+    draft = drafting(model, selector)
     options = [Sampling(temperature=t) for t in (0, 0.9, 0, 1.2)]
     given = dict(
         max_new_tokens=60, stop_ids=(), sampling=options, keys=jax.random.split(jax.random.key(0), 4), logprobs=0
     )
     same_generation(generate(model, PROMPTS, draft=draft, **given), generate(model, PROMPTS, **given))
+
+
+@pytest.mark.parametrize("width", [16, 1])
+def test_a_step_is_four_custom_calls(model, width):
+    """Counted in the compiled loop; caches and the draft's context are updated where they are."""
+    draft = drafting(model, True, width)
+    state = init_state(model.config, model.mesh, batch=4, capacity=96)
+    first, state, carry = prefill_both(model.weights, state, PROMPTS, draft)
+    stops, count = np.full(8, -1, np.int32), np.int32(40)
+    kept = begin(model.weights, state.lengths, first, stops, None, count, space=64, logprobs=None, drafted=True)
+    compiled = advance.lower(model.weights, state, kept, stops, None, draft, carry, count).compile()
+    names = ("muse_draft_v1", "muse_decode_layers_v1", "muse_decode_head_v1", "muse_accept_v1")
+    assert custom_calls(compiled) == dict.fromkeys(names, 1)
+    assert not re.search(r"all-(gather|reduce|to-all)|reduce-scatter|collective-permute", compiled.as_text())
+    caches = {x.shape for x in (*jax.tree.leaves(carry[0]), state.k_full, state.k_ring)}
+    shards = {",".join(map(str, (1, *shape[1:]) if shape[0] == 8 else shape)) for shape in caches}
+    copied = re.findall(r"= \w+\[([\d,]+)\]\S* copy\(", compiled.as_text())
+    assert not shards & set(copied)
 
 
 # Parity --------------------------------------------------------------------------------------------------------------

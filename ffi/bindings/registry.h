@@ -19,5 +19,7 @@ HandlerList expert_handlers();
 HandlerList head_handlers();
 HandlerList numerics_handlers();
 HandlerList decode_handlers();
+HandlerList draft_handlers();
+HandlerList accept_handlers();
 
 }  // namespace muse::bindings

@@ -10,8 +10,8 @@ namespace muse {
 
 // Angles reach 2^20 (a million positions): n = round(angle * 2/pi) has 20 bits, and each of the first two parts of pi/2
 // has 33 bits, so n times either is exact in fp64 and the reduced angle carries about 2^-100 of error.
-inline void cos_sin(float angle, float* cosine, float* sine) {
-  const double x = angle, n = std::nearbyint(x * 0.63661977236758134308);
+MUSE_FN void cos_sin(float angle, float* cosine, float* sine) {
+  const double x = angle, n = nearbyint(x * 0.63661977236758134308);
   double r = x - n * 0x1.921fb54400000p+0;
   r = r - n * 0x1.0b4611a600000p-34;
   r = r - n * 0x1.3198a2e037073p-69;

@@ -9,12 +9,19 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from muse_jax.config import MuseSparkConfig
 from muse_jax.config_checks import is_int, shorten
 from muse_jax.errors import ConfigError
 
 MAX_BLOCK = 64
 """Rows of one step of the target, so the most nodes a tree can have."""
+MAX_LAYERS = 16
+MAX_TOP_K = 32
+MAX_HEAD_DIM = 128
+"""What the fused call is built for (ffi/draft/plan.h)."""
 
 _POSITIVE = (
     "vocab_size", "hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim", "intermediate_size",
@@ -94,6 +101,12 @@ class DFlashConfig:
         """DFlash2: with convolutions and the selector."""
         return self.selector_rank is not None
 
+    @property
+    def frequencies(self) -> NDArray[np.float32]:
+        """fp32 [head_dim / 2]: what a position is multiplied by for the angles of RoPE, as for the target's table."""
+        half = self.head_dim // 2
+        return np.float32(1) / np.array([self.rope_theta ** (i / half) for i in range(half)], np.float32)
+
     def slots(self, layer: int, capacity: int) -> int:
         """Context rows that a layer's ring holds: all positions, or its window and two blocks more."""
         window = self.windows[layer]
@@ -141,17 +154,24 @@ def _problems(c: DFlashConfig) -> list[str]:
     for name in _FLOATS:
         value = getattr(c, name)
         require(name, isinstance(value, float) and 0 < value < math.inf, "a positive finite number")
+    for name in ("hidden_size", "intermediate_size"):
+        if sizes[name]:
+            require(name, getattr(c, name) % 128 == 0, "a multiple of 128")
     if sizes["head_dim"]:
-        require("head_dim", c.head_dim % 2 == 0, "an even number, for RoPE")
-    if sizes["num_attention_heads"] and sizes["num_key_value_heads"]:
+        sizes["head_dim"] = require(
+            "head_dim", c.head_dim % 16 == 0 and c.head_dim <= MAX_HEAD_DIM, f"16 to {MAX_HEAD_DIM}, in steps of 16"
+        )
+    if sizes["num_attention_heads"] and sizes["num_key_value_heads"] and sizes["head_dim"]:
+        least = math.lcm(c.num_key_value_heads, 128 // math.gcd(128, c.head_dim))
         require(
-            "num_attention_heads", c.num_attention_heads % c.num_key_value_heads == 0,
-            f"a multiple of num_key_value_heads ({c.num_key_value_heads})",
+            "num_attention_heads", c.num_attention_heads % least == 0,
+            f"a multiple of {least}: of num_key_value_heads ({c.num_key_value_heads}), and for all heads' width, "
+            f"{c.head_dim} each, to be a multiple of 128",
         )  # fmt: skip
     require(
-        "windows", isinstance(c.windows, tuple) and bool(c.windows)
+        "windows", isinstance(c.windows, tuple) and 1 <= len(c.windows) <= MAX_LAYERS
         and all(window is None or _positive(window) for window in c.windows),
-        "for each layer, one at least, a positive integer, or None for full attention",
+        f"for each of 1 to {MAX_LAYERS} layers a positive integer, or None for full attention",
     )  # fmt: skip
     taps = c.tap_layers
     require(
@@ -163,8 +183,10 @@ def _problems(c: DFlashConfig) -> list[str]:
     if sizes["vocab_size"]:
         last = c.vocab_size - 1
         require("mask_token_id", is_int(c.mask_token_id) and 0 <= c.mask_token_id <= last, f"0 to {last}")
+        require("vocab_size", c.vocab_size % 8 == 0, "a multiple of 8")
         if sizes["top_k"]:
-            require("top_k", c.top_k <= c.vocab_size, f"1 to vocab_size ({c.vocab_size})")
+            most = min(c.vocab_size, MAX_TOP_K)
+            require("top_k", c.top_k <= most, f"1 to {most}, with vocab_size {c.vocab_size}")
     require("selector_rank", c.selector_rank is None or _positive(c.selector_rank), "a positive integer, or None")
     if sizes["hidden_size"]:
         require(

@@ -4,8 +4,32 @@ import dataclasses
 from typing import Any, Protocol
 
 import jax
+import jax.numpy as jnp
 
 from muse_jax.speculative.tree import TokenTree, chain
+
+
+@dataclasses.dataclass(frozen=True)
+class Seen:
+    """Tokens that were committed, up to T for each of B sequences, as a draft is shown them. A pytree."""
+
+    token: jax.Array
+    """int32 [B, T]."""
+    features: jax.Array
+    """bf16 [B, T, E, H], the target's residual stream after the E layers that the draft sees, rounded."""
+    count: jax.Array
+    """int32 [B], how many of the T are there; the others mean nothing."""
+    lengths: jax.Array
+    """int32 [B], the position of the first."""
+
+    @classmethod
+    def none(cls, draft: "Draft", batch: int, hidden_size: int) -> "Seen":
+        """No tokens, in the shape of what a step commits."""
+        shape = (batch, draft.width, len(draft.tap_layers), hidden_size)
+        return cls(jnp.zeros(shape[:2], jnp.int32), jnp.zeros(shape, jnp.bfloat16), *jnp.zeros((2, batch), jnp.int32))
+
+
+jax.tree_util.register_dataclass(Seen, [f.name for f in dataclasses.fields(Seen)], [])
 
 
 class Draft(Protocol):
@@ -28,25 +52,22 @@ class Draft(Protocol):
         """The carry of B sequences of up to `capacity` positions, nothing seen yet."""
         ...
 
-    def observe(self, carry: Any, token: jax.Array, features: jax.Array, count: jax.Array, lengths: jax.Array) -> Any:
-        """Tokens that were committed.
-
-        Args:
-            carry: before.
-            token: int32 [B, T].
-            features: bf16 [B, T, E, H], the target's residual stream after the tapped layers, rounded.
-            count: int32 [B], how many of the T are there.
-            lengths: int32 [B], the position of the first.
-        """
+    def observe(self, carry: Any, seen: Seen) -> Any:
+        """The carry after tokens of the prompts, of which it is shown one chunk after the other."""
         ...
 
-    def propose(self, carry: Any, token: jax.Array, lengths: jax.Array) -> tuple[TokenTree, Any]:
+    def propose(self, carry: Any, seen: Seen, token: jax.Array, lengths: jax.Array) -> tuple[TokenTree, Any]:
         """Trees of W nodes below the newest tokens.
 
         Args:
-            carry: state, after `observe` of everything before `lengths`.
+            carry: state, which has seen everything before the last step.
+            seen: what the last step committed (T = W), everything else before `lengths`. With it comes one call less
+                than if it were shown before.
             token: int32 [B], the newest tokens, nodes 0.
             lengths: int32 [B], their positions.
+
+        Returns:
+            (the trees, the carry, which has seen what was shown).
         """
         ...
 
@@ -63,14 +84,14 @@ class NoDraft:
         del batch, capacity
         return ()
 
-    def observe(self, carry: Any, token: jax.Array, features: jax.Array, count: jax.Array, lengths: jax.Array) -> Any:
+    def observe(self, carry: Any, seen: Seen) -> Any:
         """Nothing to learn."""
-        del token, features, count, lengths
+        del seen
         return carry
 
-    def propose(self, carry: Any, token: jax.Array, lengths: jax.Array) -> tuple[TokenTree, Any]:
+    def propose(self, carry: Any, seen: Seen, token: jax.Array, lengths: jax.Array) -> tuple[TokenTree, Any]:
         """The newest tokens, int32 [B], and nothing behind them."""
-        del lengths
+        del seen, lengths
         return chain(token[:, None]), carry
 
 

@@ -8,9 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from muse_jax.decode import MAX_ROWS, DecodeState, DecodeWeights, StepOutput, Taps, prefill
-from muse_jax.speculative.draft import Draft
+from muse_jax.mesh import replicated
+from muse_jax.speculative.draft import Draft, Seen
 
-_observe = jax.jit(lambda draft, *operands: draft.observe(*operands), donate_argnums=1)
+_observe = jax.jit(lambda draft, carry, seen: draft.observe(carry, seen), donate_argnums=1)
 
 
 def prefill_both(
@@ -21,7 +22,7 @@ def prefill_both(
     *,
     chunk: int = MAX_ROWS,
     on_chunk: Callable[[int, Taps, Callable[[], StepOutput]], None] | None = None,
-) -> tuple[StepOutput, DecodeState, Any]:
+) -> tuple[StepOutput, DecodeState, tuple[Any, Seen]]:
     """Prompts into an empty state.
 
     Args:
@@ -29,7 +30,7 @@ def prefill_both(
         draft: starts, and sees all prompts.
 
     Returns:
-        (output after each prompt's last token, state, the draft's carry).
+        (output after each prompt's last token, state, (the draft's carry, no tokens that it has yet to see)).
     """
     batch = state.batch
     carry = draft.start(batch=batch, capacity=state.capacity)
@@ -50,16 +51,22 @@ def prefill_both(
             own = np.flatnonzero(sequence[part] == b)
             row[b, : len(own)], counts[b] = own, len(own)
             lengths[b] = position[part][own[0]] if len(own) else 0
-        seen = features(draft, weights, taps, size)[row]
-        carry = _observe(draft, carry, jnp.asarray(token[part][row]), seen, counts, lengths)
+        seen = Seen(
+            jnp.asarray(token[part][row]),
+            _features(draft, weights, taps, size)[row],
+            jnp.asarray(counts),
+            jnp.asarray(lengths),
+        )
+        carry = _observe(draft, carry, seen)
         if on_chunk is not None:
             on_chunk(count, taps, outputs)
 
     output, state = prefill(weights, state, prompts, chunk=size, on_chunk=observe)
-    return output, state, carry
+    seen = jax.device_put(Seen.none(draft, batch, weights.config.hidden_size), replicated(weights.mesh))
+    return output, state, (carry, seen)
 
 
-def features(draft: Draft, weights: DecodeWeights, taps: Taps | None, rows: int) -> jax.Array:
+def _features(draft: Draft, weights: DecodeWeights, taps: Taps | None, rows: int) -> jax.Array:
     """bf16 [T, E, H]: the stream after the MoE of the layers that the draft sees; E = 0 if it sees none."""
     if taps is None or not draft.tap_layers:
         return jnp.zeros((rows, 0, weights.config.hidden_size), jnp.bfloat16)

@@ -10,9 +10,8 @@ from jax.sharding import PartitionSpec
 
 from muse_jax.decode import DecodeState, DecodeWeights, StepOutput, Taps, run_head, run_layers
 from muse_jax.sampling import Choice, choose, log_probs
-from muse_jax.speculative.accept import accept, commit
-from muse_jax.speculative.draft import Draft
-from muse_jax.speculative.prompts import features
+from muse_jax.speculative.accept import accept
+from muse_jax.speculative.draft import Draft, Seen
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,19 +43,20 @@ def speculative_step(
     weights: DecodeWeights,
     state: DecodeState,
     draft: Draft,
-    carry: Any,
+    carry: tuple[Any, Seen] | tuple[()],
     token: jax.Array,
     active: jax.Array,
     choice: Choice | None = None,
     logprobs: int | None = None,
     *,
     taps: bool = False,
-) -> tuple[Verified, DecodeState, Any]:
+) -> tuple[Verified, DecodeState, tuple[Any, Seen] | tuple[()]]:
     """One step of the target for every sequence, plain (`NoDraft`) or speculative.
 
     Args:
         weights, state: the target's; donate the state.
-        draft, carry: the draft and its state, which has seen all committed tokens.
+        draft, carry: the draft, and (its state, what the last step committed), which together are all committed tokens;
+            () for `NoDraft`.
         token: int32 [B], the newest token of each sequence, whose K and V are not cached yet.
         active: bool [B]; other sequences cost nothing and stay as they are.
         choice: options and keys of the B sequences; None: greedy.
@@ -67,7 +67,8 @@ def speculative_step(
         (what it brought, state, carry).
     """
     batch, width = state.batch, draft.width
-    tree, carry = draft.propose(carry, token, state.lengths)
+    inner, seen = carry or ((), Seen.none(draft, batch, weights.config.hidden_size))
+    tree, inner = draft.propose(inner, seen, token, state.lengths)
     # A node's slot is at most its number behind the committed ones, and so is its position.
     there = active[:, None] & (state.lengths[:, None] + jnp.arange(width, dtype=jnp.int32) < state.capacity)
     rows = tree.rows(state.lengths, there)
@@ -76,30 +77,24 @@ def speculative_step(
     behind = (state.lengths[:, None] + tree.depth + 1).reshape(-1)
     of_nodes = jax.tree.map(lambda x: jnp.repeat(x, width, axis=0), choice)
     chosen, values = pick(weights, output, behind, of_nodes, logprobs)
-    chosen, nan = chosen.reshape(batch, width), output.nan.reshape(batch, width)
-    accepted = accept(tree, jnp.where(nan | ~there, -1, chosen), there)
-    last = accepted.count[:, None] - 1
-    ended = jnp.take_along_axis(nan, jnp.take_along_axis(accepted.path, last, axis=1), axis=1)[:, 0]
+    accepted, state = accept(state, tree, chosen, output.nan, active, tapped, draft.tap_layers)
 
     def on_path(x):
         """[B W, ...] -> [B, W, ...], by depth."""
         x = x.reshape(batch, width, *x.shape[1:])
         return jnp.take_along_axis(x, accepted.path.reshape(batch, width, *[1] * (x.ndim - 2)), axis=1)
 
-    lengths, state = state.lengths, commit(state, accepted, active)
-    seen = features(draft, weights, tapped, batch * width)
-    carry = draft.observe(carry, on_path(rows.token), on_path(seen), jnp.where(active, accepted.count, 0), lengths)
     verified = Verified(
-        tokens=accepted.tokens,
-        count=accepted.count - ended,
-        nan=ended,
-        token=jnp.where(ended | ~active, 0, jnp.take_along_axis(accepted.tokens, last, axis=1)[:, 0]),
+        tokens=accepted.follows,
+        count=accepted.count,
+        nan=accepted.nan,
+        token=accepted.token,
         path=accepted.path,
         values=tuple(on_path(v) for v in values),
         output=output,
         taps=tapped,
     )
-    return verified, state, carry
+    return verified, state, (inner, accepted.seen) if carry else ()
 
 
 def pick(

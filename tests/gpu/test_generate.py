@@ -40,8 +40,8 @@ def test_drafted_text_is_the_plain_one(gpus, same_bytes):
     """A DFlash2 draft of random weights, trees of 16 tokens; the draft runs on the GPUs too."""
     _, gpu = helpers.twins(CONFIG, gpus, 5)
     config = DFlashConfig(
-        vocab_size=CONFIG.vocab_size, hidden_size=128, num_attention_heads=4, num_key_value_heads=2, head_dim=16,
-        intermediate_size=64, windows=(12, None), rope_theta=1e4, rms_norm_eps=1e-5, tap_layers=(0, 2),
+        vocab_size=CONFIG.vocab_size, hidden_size=128, num_attention_heads=8, num_key_value_heads=2, head_dim=16,
+        intermediate_size=128, windows=(12, None), rope_theta=1e4, rms_norm_eps=1e-5, tap_layers=(0, 2),
         mask_token_id=CONFIG.vocab_size - 1, output_multiplier=1.0, final_logit_softcapping=20.0, block_width=16,
         top_k=6, selector_rank=8, conv_group_size=16,
     )  # fmt: skip

@@ -38,7 +38,7 @@ def main() -> None:
         return torch.randn(shape, generator=generator).bfloat16().float()
 
     config = MuseGlimmerAssistantConfig(
-        hidden_size=128, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        hidden_size=128, intermediate_size=128, num_hidden_layers=2, num_attention_heads=8, num_key_value_heads=2,
         head_dim=16, rms_norm_eps=1e-5, layer_types=["sliding_attention", "full_attention"], sliding_window=10,
         rope_parameters={"rope_theta": 10000.0, "rope_type": "default"}, block_size=8, mask_token_id=62,
         target_layer_ids=[0, 1], max_position_embeddings=4096, bos_token_id=1, eos_token_id=2, pad_token_id=None,

@@ -86,9 +86,8 @@ def attention(q: NDArray, keys: list[NDArray], values: list[NDArray]) -> NDArray
     out = []
     for head, query in enumerate(q):
         scores = np.array([query @ k[head // group] for k in keys]) * q.shape[1] ** -0.5
-        p = np.exp(scores - scores.max())
-        p = to_bf16(p / p.sum())
-        out.append(sum(weight * v[head // group] for weight, v in zip(p, values, strict=True)))
+        p = to_bf16(np.exp(scores - scores.max()))
+        out.append(sum(weight * v[head // group] for weight, v in zip(p, values, strict=True)) / p.sum())
     return to_bf16(np.concatenate(out))
 
 

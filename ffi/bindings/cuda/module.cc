@@ -75,8 +75,9 @@ NB_MODULE(_cuda, m) {
       "handlers",
       [] {
         nb::dict result;
-        for (const auto& list : {gemm_handlers(), norm_handlers(), attention_handlers(), expert_handlers(),
-                                 head_handlers(), numerics_handlers(), decode_handlers()})
+        for (const auto& list :
+             {gemm_handlers(), norm_handlers(), attention_handlers(), expert_handlers(), head_handlers(),
+              numerics_handlers(), decode_handlers(), draft_handlers(), accept_handlers()})
           for (const auto& [name, handler] : list) result[name.c_str()] = nb::capsule(reinterpret_cast<void*>(handler));
         return result;
       },

@@ -1,0 +1,217 @@
+// From logits to trees: the candidates of every place, their log-probabilities, and the most probable continuations.
+#pragma once
+
+#include "ffi/decode/cuda/norms.cuh"
+#include "ffi/draft/cuda/shared.cuh"
+
+namespace muse {
+
+// The largest of all keys that a warp has seen, falling, one a lane.
+class DraftBest {
+ public:
+  // A key of each lane, 0 for none.
+  __device__ void offer(uint64_t key, int count) {
+    const int lane = threadIdx.x % 32;
+    for (uint32_t better = __ballot_sync(~0u, key > __shfl_sync(~0u, mine_, count - 1)); better; better &= better - 1) {
+      const uint64_t one = __shfl_sync(~0u, key, __ffs(static_cast<int>(better)) - 1);
+      const int place = __popc(__ballot_sync(~0u, mine_ > one));
+      const uint64_t above = __shfl_up_sync(~0u, mine_, 1);
+      mine_ = lane < place ? mine_ : lane == place ? one : above;
+    }
+  }
+  __device__ uint64_t mine() const { return mine_; }
+
+ private:
+  uint64_t mine_ = 0;
+};
+
+class DraftChoice : public DraftPhases {
+ public:
+  using DraftPhases::DraftPhases;
+
+  // The best of the columns that this block has made, for each row of the head.
+  __device__ void best_of_block() {
+    const Range groups = part(s_.table[s_.jobs - 1].groups, blockIdx.x, gridDim.x);
+    const int vocab = static_cast<int>(p_.vocab), k = static_cast<int>(p_.top_k);
+    const int end = min(groups.end * 16, vocab);
+    for (int row = threadIdx.x / 32; row < rows(); row += kWarps) {
+      const float* logits = at<float>(s_.offsets.logits) + int64_t{row} * vocab;
+      DraftBest best;
+#pragma unroll 4
+      for (int first = groups.begin * 16; first < end; first += 32) {
+        const int v = first + lane();
+        best.offer(v < end ? candidate_key(__ldcg(logits + min(v, end - 1)), v) : 0, k);
+      }
+      if (lane() < k) at<uint64_t>(s_.offsets.best)[(int64_t{row} * blocks() + block()) * k + lane()] = best.mine();
+    }
+  }
+
+  // The best of all blocks'; for DFlash also the sums over the whole vocabulary, an eighth of it for half a warp.
+  __device__ void best_of_all() {
+    const int k = static_cast<int>(p_.top_k), n = blocks() * k;
+    for (int row = warp(); row < rows(); row += warps()) {
+      const uint64_t* keys = at<uint64_t>(s_.offsets.best) + int64_t{row} * n;
+      DraftBest best;
+#pragma unroll 4
+      for (int first = 0; first < n; first += 32)
+        best.offer(first + lane() < n ? __ldcg(reinterpret_cast<const unsigned long long*>(keys) + first + lane()) : 0,
+                   k);
+      if (lane() < k) at<uint64_t>(s_.offsets.ids)[row * k + lane()] = best.mine();
+    }
+    if (p_.is_v2()) return;
+    const int length = static_cast<int>(p_.vocab) / kSegments, j = lane() % kLanes;
+    for (int pair = warp(); pair < rows() * kSegments / 2; pair += warps()) {
+      const int unit = pair * 2 + lane() / kLanes;
+      const float* logits =
+          at<float>(s_.offsets.logits) + int64_t{unit / kSegments} * p_.vocab + unit % kSegments * length;
+      float sum = 0.0f;
+#pragma unroll 4
+      for (int v = j; v < length; v += kLanes) sum = sum + exp1(logit(__ldcg(logits + v)));
+      sum = fold_warp(sum);
+      if (j == 0) at<float>(s_.offsets.sums)[unit] = sum;
+    }
+  }
+
+  // Log-probabilities of a place's candidates, one row of them or one for each candidate of the place before, as edges
+  // in falling order. A warp a row, a lane a candidate.
+  __device__ void edges() {
+    const int k = static_cast<int>(p_.top_k), pair_rows = static_cast<int>(p_.pair_rows());
+    for (int unit = warp(); unit < rows() * pair_rows; unit += warps()) {
+      const int row = unit / pair_rows, before = unit - row * pair_rows, place = row % static_cast<int>(p_.places());
+      if (place == 0 && before > 0) continue;  // before it comes the newest token only
+      const uint64_t key = key_of(row, min(lane(), k - 1));
+      const float own = logit(value_of(key));
+      const float log_prob = p_.is_v2() ? pair_log_prob(row, place, before, own, k) : marginal_log_prob(row, own);
+      const float edge = draft_edge(log_prob);
+      const int id = candidate_id(key);
+      int rank = 0;
+      for (int c = 0; c < k; ++c) {
+        const float other = __shfl_sync(~0u, edge, c);
+        const int other_id = __shfl_sync(~0u, id, c);
+        rank += other > edge || (other == edge && other_id < id);
+      }
+      if (lane() >= k) continue;
+      at<float>(s_.offsets.edges)[unit * k + rank] = edge;
+      at<uint8_t>(s_.offsets.ranks)[unit * k + rank] = static_cast<uint8_t>(lane());
+    }
+  }
+
+  // One warp a sequence.
+  __device__ void trees() {
+    if (threadIdx.x < 32)
+      for (int b = block(); b < p_.batch; b += blocks()) tree(b);
+  }
+
+ private:
+  static constexpr uint32_t kNothing = ~0u;
+
+  struct Nodes {
+    DraftEntry entry[kMaxNodes];
+    float score[kMaxNodes];
+    uint8_t depth[kMaxNodes], place[kMaxNodes];  // place: which candidate of its place it is
+    uint64_t above[kMaxNodes];                   // the node and those above it
+  };
+
+  // A node's first child, whose place its next sibling takes when it has come, is an entry.
+  __device__ void tree(int b) {
+    const int width = static_cast<int>(p_.width), k = static_cast<int>(p_.top_k),
+              places = static_cast<int>(p_.places());
+    Nodes& n = *reinterpret_cast<Nodes*>(s_.region);
+    int32_t *token = c_.tree_token + b * width, *parent = c_.tree_parent + b * width,
+            *depth = c_.tree_depth + b * width;
+    for (int i = lane(); i < kMaxNodes; i += 32) n.entry[i].order = kNothing;
+    __syncwarp();
+    if (lane() == 0) {
+      n.score[0] = 0.0f, n.depth[0] = n.place[0] = 0, n.above[0] = 1;
+      token[0] = c_.token[b], parent[0] = -1, depth[0] = 0;
+      offer(n, b, 0, 0, 0, places, k);
+    }
+    for (int node = 1; node < width; ++node) {
+      __syncwarp();
+      DraftEntry best = n.entry[lane()];
+      int where = lane();
+      if (after(best, n.entry[lane() + 32])) best = n.entry[where = lane() + 32];
+      for (int step = 1; step < 32; step *= 2) {
+        const DraftEntry other = {__shfl_xor_sync(~0u, best.score, step), __shfl_xor_sync(~0u, best.order, step)};
+        const int other_where = __shfl_xor_sync(~0u, where, step);
+        if (after(best, other)) best = other, where = other_where;
+      }
+      const int above = static_cast<int>(best.order >> 8 & 255u), rank = static_cast<int>(best.order & 255u);
+      // The node's first child and its next sibling, at once.
+      if (lane() == 0) {
+        const int unit = unit_of(n, b, above), place = __ldcg(at<uint8_t>(s_.offsets.ranks) + unit * k + rank);
+        n.score[node] = best.score, n.depth[node] = n.depth[above] + 1, n.place[node] = static_cast<uint8_t>(place);
+        n.above[node] = n.above[above] | uint64_t{1} << node;
+        const int row = b * places + n.depth[above];
+        token[node] = candidate_id(key_of(row, place)), parent[node] = above, depth[node] = n.depth[node];
+      }
+      __syncwarp();
+      if (lane() < 2)
+        offer(n, b, lane() == 0 ? where : node, lane() == 0 ? above : node, lane() == 0 ? rank + 1 : 0, places, k);
+    }
+    __syncwarp();
+    for (int i = lane(); i < width * width; i += 32)
+      c_.tree_ancestors[b * width * width + i] = n.above[i / width] >> (i % width) & 1u;
+  }
+
+  __device__ int rows() const { return static_cast<int>(p_.batch * p_.places()); }
+  __device__ float logit(float z) const { return draft_logit(z, p_.multiplier, p_.cap); }
+  __device__ uint64_t key_of(int row, int candidate) const {
+    return __ldcg(at<unsigned long long>(s_.offsets.ids) + row * static_cast<int>(p_.top_k) + candidate);
+  }
+  __device__ static float value_of(uint64_t key) {
+    const auto ordered = static_cast<uint32_t>(key >> 32);
+    return bits32(ordered & 0x80000000u ? ordered ^ 0x80000000u : ~ordered);
+  }
+
+  __device__ float marginal_log_prob(int row, float own) const {
+    float s[kSegments];
+#pragma unroll
+    for (int r = 0; r < kSegments; ++r) s[r] = __ldcg(at<float>(s_.offsets.sums) + row * kSegments + r);
+    return log_prob_of(own, s);
+  }
+
+  // Of this lane's candidate, behind candidate `before` of the place before.
+  __device__ float pair_log_prob(int row, int place, int before, float own, int k) const {
+    const int rank = static_cast<int>(p_.rank), j = lane() % kLanes;
+    const int64_t previous =
+        place == 0 ? min(max(c_.token[row / static_cast<int>(p_.places())], 0), static_cast<int>(p_.vocab) - 1)
+                   : candidate_id(key_of(row - 1, before));
+    const uint16_t* a = c_.predecessor + previous * rank;
+    const uint16_t* gate = at<uint16_t>(s_.offsets.gate) + row * rank;
+    float score = 0.0f;
+    for (int first = 0; first < k; first += 2) {  // half a warp each
+      const int candidate = min(first + lane() / kLanes, k - 1);
+      const uint16_t* b = c_.successor + int64_t{candidate_id(key_of(row, candidate))} * rank;
+      float sum = 0.0f;
+#pragma unroll 8
+      for (int r = j; r < rank; r += kLanes)
+        sum = fma1(from_bf16(__ldg(a + r)) * from_bf16(__ldcg(gate + r)), from_bf16(__ldg(b + r)), sum);
+      sum = fold_warp(sum);
+      const float even = __shfl_sync(~0u, sum, 0), odd = __shfl_sync(~0u, sum, kLanes);
+      if (lane() == first) score = own + even;
+      if (lane() == first + 1) score = own + odd;
+    }
+    float most = lane() < k ? larger(-inf32(), score) : -inf32(), total = 0.0f;
+    for (int step = 1; step < 32; step *= 2) most = larger(most, __shfl_xor_sync(~0u, most, step));
+    const float least = score - most, power = exp1(least);
+    for (int c = 0; c < k; ++c) total = total + __shfl_sync(~0u, power, c);
+    return least - log1(total);
+  }
+
+  __device__ static bool after(const DraftEntry& a, const DraftEntry& b) {
+    return b.order != kNothing && (a.order == kNothing || comes_before(b, a));
+  }
+  // The row of edges below a node.
+  __device__ int unit_of(const Nodes& n, int b, int node) const {
+    const int pair_rows = static_cast<int>(p_.pair_rows()), level = n.depth[node];
+    return (b * static_cast<int>(p_.places()) + level) * pair_rows + (level == 0 || pair_rows == 1 ? 0 : n.place[node]);
+  }
+  __device__ void offer(Nodes& n, int b, int where, int node, int rank, int places, int k) const {
+    const bool exists = n.depth[node] < places && rank < k;
+    const float edge = exists ? __ldcg(at<float>(s_.offsets.edges) + unit_of(n, b, node) * k + rank) : 0.0f;
+    n.entry[where] = {n.score[node] + edge, exists ? draft_order(n.depth[node] + 1, node, rank) : kNothing};
+  }
+};
+
+}  // namespace muse

@@ -1,0 +1,108 @@
+// A block of the draft kernel: its shared memory, where it stands, and what its phases work on.
+#pragma once
+
+#include "ffi/decode/cuda/schedule.h"
+#include "ffi/decode/cuda/sync.cuh"
+#include "ffi/draft/draft.h"
+#include "ffi/draft/row.h"
+#include "ffi/draft/workspace.h"
+#include "ffi/ops/shared_memory.cuh"
+
+namespace muse {
+
+constexpr int kDraftSlots = 3;   // of a warp's weight ring
+constexpr int kDraftGroups = 4;  // 16-row groups of weights that a warp multiplies at once
+constexpr int kDraftStep = 64;   // k of a slot
+constexpr int kDraftSlotBytes = kDraftGroups * 16 * kDraftStep * 2;
+constexpr int kDraftRingBytes = kWarps * kDraftSlots * kDraftSlotBytes;
+constexpr int kDraftRegionBytes = 16384;  // at least, what phases use in turn
+
+// One weight matrix [rows, inner] of a GEMM, and where its outputs go.
+struct DraftMatrix {
+  const uint16_t* w;
+  void* out;
+  int32_t rows, stride;
+};
+
+enum class DraftOutput : int32_t { kBf16, kSwiglu, kHead };
+
+// A GEMM over the same operand: matrices one after the other, or two of them group by group (gate, up).
+struct DraftJob {
+  int32_t first, groups, inner, tokens, operand;
+  DraftOutput output;
+};
+
+constexpr int kMaxDraftJobs = 3 + 6 * kMaxDraftLayers, kMaxDraftMatrices = 3 + 11 * kMaxDraftLayers;
+
+// How far a warp has fetched: the next step's job, pass, first group, step and slot.
+struct DraftCursor {
+  int32_t job, pass, group, step, slot;
+};
+
+struct DraftShared {
+  alignas(128) unsigned char ring[kDraftRingBytes];
+  DraftCall call;
+  Place place;                        // `layer` is the draft's
+  unsigned char* workspaces[kRanks];  // of this call alone: nobody else waits for it
+  DraftWorkspace offsets;
+  int32_t jobs, job;  // how many, and which is next
+  DraftCursor fetch[kWarps];
+  int32_t slot;  // the next to be read
+  DraftJob table[kMaxDraftJobs];
+  DraftMatrix matrix[kMaxDraftMatrices];
+  float partial[kSegments];
+  alignas(128) unsigned char region[];
+};
+
+extern __shared__ __align__(128) unsigned char draft_memory[];
+__device__ __forceinline__ DraftShared& draft_shared() { return *reinterpret_cast<DraftShared*>(draft_memory); }
+
+// Where four numbers, of row i and columns k (a multiple of 4) and the next three, lie in a GEMM's operand: the order
+// in which lanes hold the B operand of mma.m16n8k16. Rows come in passes of 16, two tiles of eight; within a block of
+// 16 the columns are permuted as `weights_of` (gemm.cuh) gives them.
+__device__ __forceinline__ int64_t draft_operand_at(int i, int k, int inner) {
+  const int quad = k / 4 % 4, lane = i % 8 * 4 + ((quad & 1) << 1 | quad >> 1);
+  return ((int64_t{i / 16} * (inner / 16) + k / 16) * 32 + lane) * 8 + i % 16 / 8 * 4;
+}
+
+__device__ __forceinline__ uint32_t two_bf16(uint16_t low, uint16_t high) {
+  return static_cast<uint32_t>(low) | static_cast<uint32_t>(high) << 16;
+}
+__device__ __forceinline__ uint16_t half_of(uint32_t word, int which) {
+  return static_cast<uint16_t>(which ? word >> 16 : word);
+}
+// Eight bf16 at an address that is a multiple of 16 bytes, of memory that other blocks write.
+__device__ __forceinline__ uint4 load_eight(const uint16_t* p) { return __ldcg(reinterpret_cast<const uint4*>(p)); }
+__device__ __forceinline__ uint16_t element(const uint4& v, int j) {
+  const uint32_t word = j < 2 ? v.x : j < 4 ? v.y : j < 6 ? v.z : v.w;
+  return half_of(word, j & 1);
+}
+
+// What all phases see.
+class DraftPhases {
+ public:
+  __device__ explicit DraftPhases(DraftShared& shared) : c_(shared.call), p_(shared.call.plan), s_(shared) {}
+
+ protected:
+  template <typename T>
+  __device__ T* at(int64_t offset) const {
+    return reinterpret_cast<T*>(c_.workspace + offset);
+  }
+  __device__ int block() const { return static_cast<int>(blockIdx.x); }
+  __device__ int blocks() const { return static_cast<int>(gridDim.x); }
+  __device__ int thread() const { return static_cast<int>(blockIdx.x * kThreads + threadIdx.x); }
+  __device__ int threads() const { return static_cast<int>(gridDim.x) * kThreads; }
+  // Warps of all blocks, numbered so that neighbours are in different blocks.
+  __device__ int warp() const { return static_cast<int>(threadIdx.x / 32 * gridDim.x + blockIdx.x); }
+  __device__ int warps() const { return static_cast<int>(gridDim.x) * kWarps; }
+  __device__ int lane() const { return static_cast<int>(threadIdx.x % 32); }
+  __device__ int hidden() const { return static_cast<int>(p_.hidden); }
+  __device__ int l() const { return static_cast<int>(s_.place.layer); }
+  __device__ const DraftLayer& layer() const { return c_.layer[l()]; }
+
+  const DraftCall& c_;
+  const DraftPlan& p_;
+  DraftShared& s_;
+};
+
+}  // namespace muse
