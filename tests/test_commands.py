@@ -111,7 +111,8 @@ def promised(text: str) -> list[str]:
 
 def recipe(target: str) -> str:
     """The last command of a target of the Makefile, as `make` would run it."""
-    done = subprocess.run(["make", "--no-print-directory", "-n", target], cwd=ROOT, capture_output=True, text=True, check=True)
+    command = ["make", "--no-print-directory", "-n", target]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
     return done.stdout.splitlines()[-1]
 
 
