@@ -39,7 +39,7 @@ def checkpoint(tmp_path_factory):
     return path
 
 
-RL_STEP = ROOT / "examples/rl_step.py"
+RL_STEP, LOGPROBS = ROOT / "examples/rl_step.py", ROOT / "examples/logprobs_vs_training.py"
 EQUAL = re.compile(
     r"^step +\d+: reward (?P<reward>\S+), max \|log-prob of sampler - of trainer\| 0\.0, KL 0\.0, "
     r"gradient norm (?P<norm>\S+), \d+ decode steps, (?P<text>.*)$",
@@ -60,7 +60,7 @@ def masters(tmp_path_factory):
 
 
 def test_all_examples_are_run():
-    assert {path.name for path in (ROOT / "examples").glob("*.py")} == {*SAYS, RL_STEP.name}
+    assert {path.name for path in (ROOT / "examples").glob("*.py")} == {*SAYS, RL_STEP.name, LOGPROBS.name}
 
 
 @pytest.mark.parametrize("name", SAYS)
@@ -93,3 +93,39 @@ def test_rl_step_sees_a_difference(masters, monkeypatch, capsys):
         runpy.run_path(str(RL_STEP), run_name="__main__")
     said = capsys.readouterr().out
     assert ended.value.code and "differ" in said and len(EQUAL.findall(said)) == 1
+
+
+def test_logprobs_vs_training(checkpoint, tmp_path):
+    """The fused step's column is 0 in every line, plain XLA's in none and grows; and there is a picture."""
+    pytest.importorskip("matplotlib")
+    done = run(LOGPROBS, checkpoint, "--plot", tmp_path / "plot.png")
+    assert done.returncode == 0, done.stdout + done.stderr
+    lines = re.findall(r"^(layers\.\d\.post_\w+_residual|log-probabilities) +(\S+) +(\S+) +\S+%$", done.stdout, re.M)
+    assert len(lines) == 2 * 6 + 1 and all(float(ours) == 0 for _, ours, _ in lines)
+    theirs = [float(rms) for _, _, rms in lines]
+    assert 0 < theirs[0] < 1e-3 < theirs[-2] and min(theirs) > 0
+    assert "fused step 0.0," in done.stdout and "differ from training in a byte: 0 of 13" in done.stdout
+    assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_other_implementation_is_right():
+    """Each branch of it on the reference's own stream: most rows within fp32 rounding, the rest within bf16's."""
+    pytest.importorskip("matplotlib")
+    plain, config, mesh = runpy.run_path(str(LOGPROBS)), MuseSparkConfig.tiny(), make_mesh(1)
+    params = weights.random_params(config, 3, mesh, quantized=True)
+    model = LanguageModel(config, params, mesh)
+    tokens = np.random.default_rng(0).integers(0, 256, (1, 72))  # beyond the window
+    taps = {name: x[0] for name, x in model.reference_taps(tokens).items()}
+    norm, eps, before = plain["norm"], config.rms_norm_eps, taps["embedding"]
+    for i in range(config.num_hidden_layers):
+        prefix = f"layers.{i}."
+        w = {name.removeprefix(prefix): x for name, x in params.items() if name.startswith(prefix)}
+        middle, after = taps[prefix + "post_attention_residual"], taps[prefix + "post_feedforward_residual"]
+        n = plain["attention"](config, i, w, norm(before, eps, w["input_layernorm.weight"]))
+        y = plain["moe"](config, i, w, norm(middle, eps, w["pre_feedforward_layernorm.weight"]))
+        y = plain["scaled_norm"](y, config.post_norm_eps, w["post_feedforward_layernorm.weight"])
+        for s, n_, want, gate in ((before, n, middle, "post_attention"), (middle, y, after, "post_feedforward")):
+            got = plain["residual"](config, s, n_, w[f"{gate}_residual_gate.gate"])
+            rms = np.sqrt(np.mean((np.asarray(got) - want) ** 2, axis=1) / np.mean(np.square(want), axis=1))
+            assert np.median(rms) < 2e-4 and np.max(rms) < 5e-3, (i, gate, np.median(rms), np.max(rms))
+        before = after
