@@ -139,13 +139,13 @@ def write(folder: Path, tensors: dict, config: dict) -> Path:
     return folder
 
 
-def write_tiny_draft(path: Path) -> Path:
-    """A folder with a draft for the tiny checkpoint."""
+def write_tiny_draft(path: Path, *, taps: tuple[int, ...] = (1, 3), layers: int | None = None) -> Path:
+    """A folder with a draft for the tiny checkpoint, or for its first layers."""
     target = MuseSparkConfig.tiny()
     config = V2.replace(
-        vocab_size=target.vocab_size, hidden_size=target.hidden_size, intermediate_size=128, tap_layers=(1, 3),
+        vocab_size=target.vocab_size, hidden_size=target.hidden_size, intermediate_size=128, tap_layers=taps,
         mask_token_id=target.vocab_size - 1, output_multiplier=target.output_multiplier, selector_rank=8,
     )  # fmt: skip
     shared = jnp.zeros((target.vocab_size, target.hidden_size), jnp.bfloat16)
     draft = random_draft(config, jax.random.key(0), shared, shared)
-    return write(path, weights(draft), settings(config, num_target_layers=target.num_hidden_layers))
+    return write(path, weights(draft), settings(config, num_target_layers=layers or target.num_hidden_layers))

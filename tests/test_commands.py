@@ -22,6 +22,7 @@ DOCUMENTS = [
 NOT_HERE = {
     r"make (test|test-gpu|test-slow|docs|cuda-archs)": "by whoever runs these tests, on GPUs, with nvcc",
     r"python benchmarks/\w+\.py.*": "needs an H200",
+    r"python checkpoints/train/data\.py FOLDER": "half a minute; tests/test_train_data.py runs it on less text",
     r"pip install -C cmake\.define\.MUSE_TIMELINE=ON \.": "builds the CUDA module",
 }
 VARIES = [  # with the machine, and no promise
