@@ -399,7 +399,7 @@ def test_logits_that_are_no_numbers_end_the_text():
     same_generation(generate(broken, PROMPTS, max_new_tokens=30, stop_ids=(), logprobs=0, draft=draft), plain)
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", [*range(4), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(4, 12))])
 def test_random_models(seed):
     """Any configuration, window and draft."""
     rng = np.random.default_rng(seed)
