@@ -9,16 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from op_helpers import normal, same
+from op_operands import CHOSEN, GAIN, RNG, W2, W13, W, X
 
 from muse_jax import ops
 
-RNG = np.random.default_rng(20)
-W = jnp.asarray(normal(RNG, 128, 128, scale=0.1))
-GAIN = jnp.asarray(normal(RNG, 128, scale=0.1))
-X = jnp.asarray(normal(RNG, 8, 128))
-CHOSEN = jnp.asarray(np.argsort(RNG.random((8, 8)), axis=1)[:, :3].astype(np.int32))
-W13 = jnp.asarray(normal(RNG, 8, 256, 128, scale=0.1))
-W2 = jnp.asarray(normal(RNG, 8, 128, 128, scale=0.1))
 ONES = jnp.ones(2, jnp.float32)
 
 # Each case: the op as a function of its differentiable operands; the same function in NumPy, fp64; the operands.
