@@ -1,6 +1,6 @@
 """Small work on one GPU for compute-sanitizer, compared with the CPU: the programs `step`, `tree` or `draft`.
 
-    python sanitizer_script.py PROGRAM
+python sanitizer_script.py PROGRAM
 """
 
 import sys
