@@ -1,20 +1,15 @@
 """Texts with a draft against texts without: differing tokens and bytes, and tokens per step by how good the draft is.
 
-    python benchmarks/speculative.py [--cases 260] [--tokens 100] [--json FILE] [--times]
+    python benchmarks/speculative.py [--cases 260] [--tokens 100] [--json FILE]
 
 A small model with random weights; the draft knows the text and errs as often as it is told, in random trees and chains.
 A case is four prompts, every third sampled. Exit code 1 if anything differs.
-
-`--times` also times the draft call alone, on a GPU: DFlash2 drafts of released shapes (five layers, hidden 8192, blocks
-of 8 and 16 rows, 9.9 GB of random weights), against the time to read these weights once at the ceiling measured in the
-same run. The verifying step is `decode_step.py`'s 16 rows.
 """
 
 import argparse
 import dataclasses
 import itertools
 import os
-import time
 from pathlib import Path
 from typing import Any
 
@@ -23,15 +18,11 @@ os.environ.setdefault("PJRT_NPROC", "64")  # jaxlib before 0.12 hangs when many 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from bandwidth import measure
-from stepping import gpus, write_json
+from stepping import write_json
 
 from muse_jax import Generation, LanguageModel, MuseSparkConfig, Sampling, generate, make_mesh
 from muse_jax.decode import MAX_ROWS
-from muse_jax.mesh import replicated
-from muse_jax.speculative import DFlashConfig, DFlashDraft, Seen, TokenTree, make_tree
-from muse_jax.speculative.dflash import make_draft
-from muse_jax.speculative.dflash_model import draft_specs
+from muse_jax.speculative import Seen, TokenTree, make_tree
 from muse_jax.weights import random_params
 
 BATCH, PROMPT = 4, 6
@@ -125,63 +116,11 @@ def run(cases: int, tokens: int) -> dict[str, Any]:
             "differing_tokens": wrong_tokens, "differing_bytes": wrong_bytes, "drafts": drafts}  # fmt: skip
 
 
-def released_draft(block_width: int, device: Any) -> DFlashDraft:
-    """A DFlash2 draft of released shapes, its weights drawn on the device."""
-    config = DFlashConfig(
-        vocab_size=202048, hidden_size=8192, num_attention_heads=64, num_key_value_heads=8, head_dim=128,
-        intermediate_size=16384, windows=(2048,) * 5, rope_theta=5e5, rms_norm_eps=1e-5,
-        tap_layers=(1, 16, 30, 44, 59), mask_token_id=201818, output_multiplier=0.17, final_logit_softcapping=20.0,
-        block_width=block_width, selector_rank=256, conv_group_size=16,
-    )  # fmt: skip
-    whole = replicated(make_mesh([device]))
-
-    def draw(key: jax.Array, shape: tuple[int, ...], std: float) -> jax.Array:
-        bits = jax.random.bits(key, shape, jnp.uint8).astype(jnp.float32)
-        return ((bits - 127.5) * (std / 74)).astype(jnp.bfloat16)
-
-    make = jax.jit(draw, static_argnames=("shape", "std"), out_shardings=whole)
-    specs = draft_specs(config).items()
-    keys = iter(jax.random.split(jax.random.key(0), len(specs) + 2))
-    params = {
-        name: make(next(keys), spec.shape, spec.shape[-1] ** -0.5 if len(spec.shape) == 2 else 1.0)
-        for name, spec in specs
-    }
-    shape = (config.vocab_size, config.hidden_size)
-    return make_draft(config, params, make(next(keys), shape, 1.0), make(next(keys), shape, shape[1] ** -0.5))
-
-
-def time_draft(block_width: int, device: Any, ceiling: float, calls: int = 20, repeats: int = 6) -> dict[str, Any]:
-    """One entry of the report: seconds of a call that brings six tokens into a context of 3,000."""
-    draft = released_draft(block_width, device)
-    carry, root = draft.start(batch=1, capacity=8192), jnp.full(1, 5, jnp.int32)
-    features = jnp.ones((1, block_width, len(draft.tap_layers), draft.config.hidden_size), jnp.bfloat16)
-    seen = Seen(
-        jnp.zeros((1, block_width), jnp.int32), features, jnp.full(1, 6, jnp.int32), jnp.full(1, 3000, jnp.int32)
-    )
-    given = jax.device_put((carry, seen, root, seen.lengths + 6), replicated(make_mesh([device])))
-    step = jax.jit(DFlashDraft.propose, donate_argnums=1)
-    (carry, *rest), seconds = given, []
-    for _ in range(repeats + 1):  # the first compiles
-        jax.block_until_ready(carry)
-        begin = time.perf_counter()
-        for _ in range(calls):
-            _, carry = step(draft, carry, *rest)
-        jax.block_until_ready(carry)
-        seconds.append((time.perf_counter() - begin) / calls)
-    read = sum(x.nbytes for name, x in draft.params.items() if "codebook" not in name) + draft.head.nbytes
-    timed = seconds[1:]
-    return {
-        "block": block_width, "seconds": float(np.median(timed)), "spread_seconds": max(timed) - min(timed),
-        "bytes": read, "floor_seconds": read / ceiling,
-    }  # fmt: skip
-
-
 def main() -> None:
     """Run, print, write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cases", type=int, default=260)
     parser.add_argument("--tokens", type=int, default=100, help="of each of a case's four texts")
-    parser.add_argument("--times", action="store_true", help="also time the draft call; needs a GPU")
     parser.add_argument("--json", type=Path, help="also write the figures here")
     options = parser.parse_args()
     jax.config.update("jax_num_cpu_devices", 8)
@@ -193,20 +132,6 @@ def main() -> None:
     for line in report["drafts"]:
         share, nodes, kind = f"{line['right']:.0%}", line["nodes"], line["trees"]
         print(f"  {share:>4} right, {nodes:2} nodes, {kind:7} {line['tokens_per_step']:.2f} tokens per step")
-    if options.times:
-        device = gpus()[0]
-        bandwidth = measure(device)
-        print(f"reading ceiling  {bandwidth}")
-        report |= {"bandwidth": vars(bandwidth), "draft": []}
-        for width in (8, 16):
-            line = time_draft(width, device, bandwidth.bytes_per_second)
-            report["draft"].append(line)
-            print(
-                f"  draft, {width:2} rows  {line['seconds'] * 1e3:.3f} ms (spread {line['spread_seconds'] * 1e3:.3f}), "
-                f"floor {line['floor_seconds'] * 1e3:.3f} ms for {line['bytes'] / 1e9:.2f} GB: "
-                f"{line['floor_seconds'] / line['seconds']:.0%} of its speed",
-                flush=True,
-            )
     if options.json:
         write_json(options.json, report)
     if report["differing_tokens"] or report["differing_bytes"]:
