@@ -40,7 +40,7 @@ from muse_jax import make_mesh
 from muse_jax.decode import DecodeWeights
 from muse_jax.decode.step import Taps
 from muse_jax.mesh import replicated
-from muse_jax.speculative import DFlashConfig, DFlashDraft, Seen, accept, chain, speculative_step
+from muse_jax.speculative import DFlashConfig, DFlashDraft, Seen, TokenTree, accept, chain, speculative_step
 from muse_jax.speculative.dflash import make_draft
 from muse_jax.speculative.dflash_model import draft_specs
 
@@ -60,6 +60,39 @@ def draft_config(block_width: int, shrink: int = 1) -> DFlashConfig:
         tap_layers=(1, 16, 30, 44, 59), mask_token_id=202048 // shrink - 1, output_multiplier=0.17,
         final_logit_softcapping=20.0, block_width=block_width, selector_rank=256, conv_group_size=16,
     )  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class OwnShare:
+    """A draft whose tokens are of the vocabulary's first eighth: only that lies on the one rank."""
+
+    inner: DFlashDraft
+
+    @property
+    def width(self) -> int:
+        """The draft's."""
+        return self.inner.width
+
+    @property
+    def tap_layers(self) -> tuple[int, ...]:
+        """The draft's."""
+        return self.inner.tap_layers
+
+    def start(self, *, batch: int, capacity: int) -> Any:
+        """The draft's."""
+        return self.inner.start(batch=batch, capacity=capacity)
+
+    def observe(self, carry: Any, seen: Seen) -> Any:
+        """The draft's."""
+        return self.inner.observe(carry, seen)
+
+    def propose(self, carry: Any, seen: Seen, token: jax.Array, lengths: jax.Array) -> tuple[TokenTree, Any]:
+        """The draft's trees, their tokens modulo the share."""
+        tree, carry = self.inner.propose(carry, seen, token, lengths)
+        return dataclasses.replace(tree, token=tree.token % (self.inner.config.vocab_size // 8)), carry
+
+
+jax.tree_util.register_dataclass(OwnShare, ["inner"], [])
 
 
 def random_draft(config: DFlashConfig, device: Any) -> DFlashDraft:
@@ -142,7 +175,7 @@ def time_step(weights: DecodeWeights, block_width: int, context: int, repeats: i
 
     def run() -> Any:
         nonlocal state, carry
-        out, state, carry = step(weights, state, draft, carry, token, active)
+        out, state, carry = step(weights, state, OwnShare(draft), carry, token, active)
         return out.token
 
     steps = 10

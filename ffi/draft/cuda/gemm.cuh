@@ -152,6 +152,7 @@ class DraftGemm : public DraftPhases {
 
   // Multiplying. -------------------------------------------------------------------------------------------------
 
+  static constexpr int kStepBlocks = kDraftStep / 16;
   using Accumulators = float[kDraftGroups][2][4];
 
   __device__ void multiply(const DraftJob& job, int pass, int group, int count) {
@@ -160,28 +161,38 @@ class DraftGemm : public DraftPhases {
     const bool both = job.tokens - pass * static_cast<int>(kDraftTokens) > 8;
     const uint4* x = at<uint4>(s_.offsets.operand[job.operand]) +
                      (int64_t{pass} * (job.inner / 16) + segment() * blocks) * 32 + lane();
-#pragma unroll 1
-    for (int block = 0; block < blocks; block += kDraftStep / 16) {
-      uint4 tokens[kDraftStep / 16];
+    uint4 tokens[kStepBlocks], next[kStepBlocks];
+    const auto load = [&](int block) {
 #pragma unroll
-      for (int e = 0; e < kDraftStep / 16; ++e) tokens[e] = __ldcg(x + min(block + e, blocks - 1) * 32);
+      for (int e = 0; e < kStepBlocks; ++e) next[e] = __ldcg(x + min(block + e, blocks - 1) * 32);
+    };
+    load(0);
+#pragma unroll 1
+    for (int block = 0; block < blocks; block += kStepBlocks) {
+#pragma unroll
+      for (int e = 0; e < kStepBlocks; ++e) tokens[e] = next[e];
+      load(block + kStepBlocks);  // a step ahead: they come from L2
       wait_copies<kDraftSlots - 1>();
       const uint32_t from = slot_address(slot_);
 #pragma unroll
-      for (int j = 0; j < kDraftGroups; ++j) {
-        if (j >= count) break;
+      for (int q = 0; q < 2; ++q) {
+        if (block + 2 * q >= blocks) break;
+        uint32_t a[kDraftGroups][2][4];
 #pragma unroll
-        for (int q = 0; q < 2; ++q) {
-          uint32_t a[2][4];
-          weights_of(from + (j * 2 * 2 + q) * 512, a);
+        for (int j = 0; j < kDraftGroups; ++j)
+          weights_of(from + (j * 2 * 2 + q) * 512, a[j]);  // of all groups, or junk
 #pragma unroll
-          for (int e = 0; e < 2; ++e) {
-            if (block + 2 * q + e >= blocks) break;
-            const uint4& t = tokens[2 * q + e];
-            const uint32_t low[2] = {t.x, t.y}, high[2] = {t.z, t.w};
-            mma_bf16(acc[j][0], a[e], low);
-            if (both) mma_bf16(acc[j][1], a[e], high);
-          }
+        for (int e = 0; e < 2; ++e) {
+          if (block + 2 * q + e >= blocks) break;
+          const uint4& t = tokens[2 * q + e];
+          const uint32_t low[2] = {t.x, t.y}, high[2] = {t.z, t.w};
+#pragma unroll
+          for (int j = 0; j < kDraftGroups; ++j)
+            if (j < count) mma_bf16(acc[j][0], a[j][e], low);
+          if (!both) continue;
+#pragma unroll
+          for (int j = 0; j < kDraftGroups; ++j)
+            if (j < count) mma_bf16(acc[j][1], a[j][e], high);
         }
       }
       if (++slot_ == kDraftSlots) slot_ = 0;
