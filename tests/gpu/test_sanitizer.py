@@ -22,6 +22,7 @@ ENVIRONMENT = {
     # One allocation per array, so that memcheck knows where each ends; no arena, no graphs.
     "XLA_PYTHON_CLIENT_ALLOCATOR": "platform",
     "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
+    "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),  # the tests' folders, which pytest added
     "XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} --xla_gpu_enable_command_buffer=".strip(),
 }
 CLEAN = {

@@ -37,10 +37,17 @@ class DraftChoice : public DraftPhases {
     for (int row = threadIdx.x / 32; row < rows(); row += kWarps) {
       const float* logits = at<float>(s_.offsets.logits) + int64_t{row} * vocab;
       DraftBest best;
-#pragma unroll 4
-      for (int first = groups.begin * 16; first < end; first += 32) {
-        const int v = first + lane();
-        best.offer(v < end ? candidate_key(__ldcg(logits + min(v, end - 1)), v) : 0, k);
+#pragma unroll 1
+      for (int first = groups.begin * 16; first < end; first += 32 * kAtOnce) {
+        float z[kAtOnce];
+#pragma unroll
+        for (int e = 0; e < kAtOnce; ++e) z[e] = __ldcg(logits + min(first + e * 32 + lane(), end - 1));
+#pragma unroll 1
+        for (int v = first + lane(); v < first + 32 * kAtOnce; v += 32) {
+          best.offer(v < end ? candidate_key(z[0], v) : 0, k);
+#pragma unroll
+          for (int e = 0; e + 1 < kAtOnce; ++e) z[e] = z[e + 1];
+        }
       }
       if (lane() < k) at<uint64_t>(s_.offsets.best)[(int64_t{row} * blocks() + block()) * k + lane()] = best.mine();
     }
@@ -52,10 +59,19 @@ class DraftChoice : public DraftPhases {
     for (int row = warp(); row < rows(); row += warps()) {
       const uint64_t* keys = at<uint64_t>(s_.offsets.best) + int64_t{row} * n;
       DraftBest best;
-#pragma unroll 4
-      for (int first = 0; first < n; first += 32)
-        best.offer(first + lane() < n ? __ldcg(reinterpret_cast<const unsigned long long*>(keys) + first + lane()) : 0,
-                   k);
+#pragma unroll 1
+      for (int first = 0; first < n; first += 32 * kAtOnce) {
+        uint64_t key[kAtOnce];
+#pragma unroll
+        for (int e = 0; e < kAtOnce; ++e)
+          key[e] = __ldcg(reinterpret_cast<const unsigned long long*>(keys) + min(first + e * 32 + lane(), n - 1));
+#pragma unroll 1
+        for (int at = first + lane(); at < first + 32 * kAtOnce; at += 32) {
+          best.offer(at < n ? key[0] : 0, k);
+#pragma unroll
+          for (int e = 0; e + 1 < kAtOnce; ++e) key[e] = key[e + 1];
+        }
+      }
       if (lane() < k) at<uint64_t>(s_.offsets.ids)[row * k + lane()] = best.mine();
     }
     if (p_.is_v2()) return;
@@ -104,6 +120,7 @@ class DraftChoice : public DraftPhases {
 
  private:
   static constexpr uint32_t kNothing = ~0u;
+  static constexpr int kAtOnce = 16;  // loads of a warp under way
 
   struct Nodes {
     DraftEntry entry[kMaxNodes];

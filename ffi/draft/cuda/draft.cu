@@ -91,13 +91,12 @@ __device__ __forceinline__ bool gemm() {
 }
 
 // A sublayer's first GEMM, behind its convolution.
+__device__ __forceinline__ bool convolve(bool mlp) {
+  phase<&DraftRows::convolve_input>(mlp);
+  return meet();
+}
 __device__ __forceinline__ bool project(bool mlp) {
-  if (draft_shared().call.plan.group) {
-    if (!gemm()) return false;
-    phase<&DraftRows::convolve_input>(mlp);
-    if (!meet()) return false;
-  }
-  return gemm();
+  return draft_shared().call.plan.group ? gemm() && convolve(mlp) && gemm() : gemm();
 }
 
 __device__ __forceinline__ bool layer() {
@@ -145,7 +144,7 @@ __global__ void __launch_bounds__(kThreads, 1) draft_kernel(const __grid_constan
   DraftShared& s = draft_shared();
   for (uint32_t i = threadIdx.x; i < sizeof(DraftCall) / 4; i += kThreads)
     reinterpret_cast<uint32_t*>(&s.call)[i] = reinterpret_cast<const uint32_t*>(&call)[i];
-  if (threadIdx.x < kWarps) s.fetch[threadIdx.x] = {kMaxDraftJobs, 0, 0, 0, 0};  // nothing to be fetched yet
+  if (threadIdx.x < kWarps) s.fetch[threadIdx.x] = {-1};  // nothing to be fetched yet
   sync_block();
   if (threadIdx.x == 0) {
     s.offsets = draft_workspace(call.plan);

@@ -44,7 +44,7 @@ class DraftRows : public DraftPhases {
   // some rows only.
   __device__ void add_and_norm(After after) {
     const bool last = after == After::kMlp && l() + 1 == p_.layers;
-    const DraftConvolution* conv = after == After::kAttention ? &layer().attention : &layer().mlp;
+    const Taps conv = taps(after == After::kAttention ? layer().attention : layer().mlp, 1);
     const uint16_t* weight = last                         ? c_.norm
                              : after == After::kAttention ? layer().post_norm
                                                           : c_.layer[l() + (after == After::kMlp)].input_norm;
@@ -52,14 +52,26 @@ class DraftRows : public DraftPhases {
     for (int i = block(); i < p_.rows(); i += blocks()) {
       uint16_t* stream = at<uint16_t>(s_.offsets.x) + i * h;
       auto* x = reinterpret_cast<uint16_t*>(s_.region);
-      for (int k = threadIdx.x * 8; k < h; k += kThreads * 8) {
-        uint4 v = load_eight(stream + k);
-        if (after != After::kNothing) {
-          v = eight([&](int j, const uint4& own, const uint4& y) { return draft_add(element(own, j), element(y, j)); },
-                    v, convolved(conv, 1, at<uint16_t>(s_.offsets.branch), i, k));
-          *reinterpret_cast<uint4*>(stream + k) = v;
+      for (int first = threadIdx.x * 8; first < h; first += kAtOnce * kThreads * 8) {
+        uint4 v[kAtOnce], y[kAtOnce];
+#pragma unroll
+        for (int e = 0; e < kAtOnce; ++e) {
+          const int k = min(first + e * kThreads * 8, h - 8);
+          v[e] = load_eight(stream + k);
+          if (after != After::kNothing) y[e] = convolved(conv, at<uint16_t>(s_.offsets.branch), i, k);
         }
-        *reinterpret_cast<uint4*>(x + k) = v;
+#pragma unroll
+        for (int e = 0; e < kAtOnce; ++e) {
+          const int k = first + e * kThreads * 8;
+          if (k >= h) break;
+          if (after != After::kNothing) {
+            v[e] = eight(
+                [&](int j, const uint4& own, const uint4& z) { return draft_add(element(own, j), element(z, j)); },
+                v[e], y[e]);
+            *reinterpret_cast<uint4*>(stream + k) = v[e];
+          }
+          *reinterpret_cast<uint4*>(x + k) = v[e];
+        }
       }
       const int t = i % static_cast<int>(p_.block), places = static_cast<int>(p_.places());
       if (!last)
@@ -73,11 +85,11 @@ class DraftRows : public DraftPhases {
 
   // The sublayer's input between norm and GEMM.
   __device__ void convolve_input(bool mlp) {
-    const DraftConvolution* before = mlp ? &layer().mlp : &layer().attention;
+    const Taps before = taps(mlp ? layer().mlp : layer().attention, 0);
     const int h = hidden();
     for (int i = thread(); i < p_.rows() * h / 8; i += threads()) {
       const int row = i / (h / 8), k = i % (h / 8) * 8;
-      store_operand(0, row, k, h, convolved(before, 0, at<uint16_t>(s_.offsets.h), row, k));
+      store_operand(0, row, k, h, convolved(before, at<uint16_t>(s_.offsets.h), row, k));
     }
   }
 
@@ -117,6 +129,8 @@ class DraftRows : public DraftPhases {
   }
 
  private:
+  static constexpr int kAtOnce = 4;  // pieces of a row that a thread has under way: all of 8,192 columns
+
   template <typename F>
   __device__ static uint4 eight(F f, const uint4& a, const uint4& b) {
     uint32_t word[4];
@@ -131,31 +145,59 @@ class DraftRows : public DraftPhases {
     *reinterpret_cast<uint2*>(to + draft_operand_at(row, k + 4, inner)) = {v.z, v.w};
   }
 
+  // One of a sublayer's two convolutions, of its input (side 0) or its output.
+  struct Taps {
+    const uint16_t *base, *coefficients;
+    int size, groups;  // of columns; 0 for DFlash
+  };
+  __device__ Taps taps(const DraftConvolution& conv, int side) const {
+    const int size = static_cast<int>(p_.group), groups = size ? hidden() / size : 0;
+    return {conv.base + side * 2 * hidden(), at<uint16_t>(s_.offsets.coefficients) + side * 2 * groups, size, groups};
+  }
+
   // Eight columns from k on of row i of z, convolved; as they are for DFlash. A convolution's groups may be of any
   // size.
-  __device__ uint4 convolved(const DraftConvolution* conv, int side, const uint16_t* z, int i, int k) const {
+  __device__ uint4 convolved(const Taps& taps, const uint16_t* z, int i, int k) const {
     const int h = hidden();
     const uint4 own = load_eight(z + i * h + k);
-    if (p_.group == 0) return own;
-    const int groups = h / static_cast<int>(p_.group);
-    const uint4 last = i % p_.block ? load_eight(z + (i - 1) * h + k) : uint4{0, 0, 0, 0};
-    const uint16_t* base = conv->base + side * 2 * h + k;
-    const uint16_t* c =
-        at<uint16_t>(s_.offsets.coefficients) + i * static_cast<int>(p_.conv_rows()) + side * 2 * groups;
-    const uint4 base_own = __ldg(reinterpret_cast<const uint4*>(base));
-    const uint4 base_last = __ldg(reinterpret_cast<const uint4*>(base + h));
-    const auto both = [&](int j, const uint4& x, const uint4& before) {
-      const int group = (k + j) / static_cast<int>(p_.group);
-      return draft_convolve(element(base_own, j), __ldcg(c + group), element(x, j), element(base_last, j),
-                            __ldcg(c + groups + group), element(before, j));
-    };
-    return eight(both, own, last);
+    if (taps.size == 0) return own;
+    const uint4 last = i % static_cast<int>(p_.block) ? load_eight(z + (i - 1) * h + k) : uint4{0, 0, 0, 0};
+    const uint4 base_own = __ldg(reinterpret_cast<const uint4*>(taps.base + k));
+    const uint4 base_last = __ldg(reinterpret_cast<const uint4*>(taps.base + h + k));
+    const uint16_t* c = taps.coefficients + i * 4 * taps.groups;
+    const uint4 c_own = coefficients(c, k, taps.size), c_last = coefficients(c + taps.groups, k, taps.size);
+    return eight(
+        [&](int j, const uint4& x, const uint4& before) {
+          return draft_convolve(element(base_own, j), element(c_own, j), element(x, j), element(base_last, j),
+                                element(c_last, j), element(before, j));
+        },
+        own, last);
+  }
+
+  // Of the columns k to k + 7, of the groups from c on.
+  static __device__ uint4 coefficients(const uint16_t* c, int k, int size) {
+    if (size % 8) return uneven_coefficients(c, k, size);
+    const uint32_t one = __ldcg(c + k / size), two = one << 16 | one;
+    return {two, two, two, two};
+  }
+  static __device__ __noinline__ uint4 uneven_coefficients(const uint16_t* c, int k, int size) {
+    uint32_t word[4];
+#pragma unroll
+    for (int j = 0; j < 4; ++j) word[j] = two_bf16(__ldcg(c + (k + 2 * j) / size), __ldcg(c + (k + 2 * j + 1) / size));
+    return {word[0], word[1], word[2], word[3]};
   }
 
   // The row in the region, normed, as row i of operand 0; `keep`: and as row i of h.
   __device__ void norm(int i, const uint16_t* weight, bool keep) {
     const int h = hidden(), length = h / kSegments, lane16 = lane() % kLanes, segment = threadIdx.x / 32;
     const auto* x = reinterpret_cast<const uint16_t*>(s_.region);
+    uint4 w[kAtOnce];
+    const auto gains = [&](int first) {
+#pragma unroll
+      for (int e = 0; e < kAtOnce; ++e)
+        w[e] = __ldg(reinterpret_cast<const uint4*>(weight + min(first + e * kThreads * 8, h - 8)));
+    };
+    gains(min(static_cast<int>(threadIdx.x) * 8, h - 8));  // on their way while the squares are added
     sync_block();
     float sum = 0.0f;
     if (lane() < kLanes) {
@@ -169,14 +211,18 @@ class DraftRows : public DraftPhases {
     if (lane() == 0) s_.partial[segment] = sum;
     sync_block();
     const float r = inverse_rms(tree8(s_.partial), h, p_.eps);
-    for (int k = threadIdx.x * 8; k < h; k += kThreads * 8) {
-      const uint4 v = *reinterpret_cast<const uint4*>(x + k);
-      const uint4 w = __ldg(reinterpret_cast<const uint4*>(weight + k));
-      const uint4 y = eight([&](int j, const uint4& value,
-                                const uint4& gain) { return draft_norm(element(value, j), r, element(gain, j)); },
-                            v, w);
-      if (keep) *reinterpret_cast<uint4*>(at<uint16_t>(s_.offsets.h) + i * h + k) = y;
-      store_operand(0, i, k, h, y);
+    for (int first = threadIdx.x * 8; first < h; first += kAtOnce * kThreads * 8) {
+      if (first >= kAtOnce * kThreads * 8) gains(first);
+#pragma unroll
+      for (int e = 0; e < kAtOnce; ++e) {
+        const int k = first + e * kThreads * 8;
+        if (k >= h) break;
+        const uint4 y = eight([&](int j, const uint4& value,
+                                  const uint4& gain) { return draft_norm(element(value, j), r, element(gain, j)); },
+                              *reinterpret_cast<const uint4*>(x + k), w[e]);
+        if (keep) *reinterpret_cast<uint4*>(at<uint16_t>(s_.offsets.h) + i * h + k) = y;
+        store_operand(0, i, k, h, y);
+      }
     }
     sync_block();  // the region may be written again
   }

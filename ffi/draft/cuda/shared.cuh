@@ -34,9 +34,13 @@ struct DraftJob {
 
 constexpr int kMaxDraftJobs = 3 + 6 * kMaxDraftLayers, kMaxDraftMatrices = 3 + 11 * kMaxDraftLayers;
 
-// How far a warp has fetched: the next step's job, pass, first group, step and slot.
+// How far a warp has fetched: the job, pass and first group of the batch that it is at, the next step of k and the next
+// slot. Of the batch: its groups (0: there are no more), its inner dimension, and where each piece of a slot begins.
 struct DraftCursor {
   int32_t job, pass, group, step, slot;
+  int32_t count, inner;
+  int32_t rows[kDraftGroups];  // after the piece's first row
+  const uint16_t* w[kDraftGroups];
 };
 
 struct DraftShared {
@@ -51,6 +55,7 @@ struct DraftShared {
   DraftJob table[kMaxDraftJobs];
   DraftMatrix matrix[kMaxDraftMatrices];
   float partial[kSegments];
+  int32_t position[kChunkKeys];
   alignas(128) unsigned char region[];
 };
 
