@@ -15,13 +15,14 @@ class DraftAttention : public DraftPhases {
   // Largest scores and sums of every chunk. The blocks' own keys, which are few, come last: sixteen chunks of eight
   // heads are 128 units, a round for 132 blocks.
   __device__ void chunks() {
-    const int kv = static_cast<int>(p_.kv_heads), per_head = static_cast<int>(p_.chunks(l())), of_ring = per_head - 1;
-    const int heads = static_cast<int>(p_.batch) * kv, tiles = (static_cast<int>(p_.block * p_.per_kv()) + 15) / 16;
-    for (int u = block(); u < heads * per_head; u += blocks()) {
-      const bool ring = u < heads * of_ring;
-      const int head = ring ? u / of_ring : u - heads * of_ring, c = ring ? u - head * of_ring : of_ring;
-      for (int tile = 0; tile < tiles; tile += kWarps)
-        chunk(head / kv, head % kv, c, tile + threadIdx.x / 32, head * per_head + c);
+    const int of_ring = ring_chunks(), heads = static_cast<int>(p_.batch * p_.kv_heads);
+#pragma unroll 1
+    for (int u = block(); u < heads * (of_ring + 1); u += blocks()) {
+      const bool own = u >= heads * of_ring;
+      const int head = own ? u - heads * of_ring : u / of_ring;
+#pragma unroll 1
+      for (int tile = 0; tile * 16 < static_cast<int>(p_.block * p_.per_kv()); tile += kWarps)
+        chunk(head, own ? of_ring : u - head * of_ring, own, tile + threadIdx.x / 32);
     }
   }
 
@@ -62,20 +63,25 @@ class DraftAttention : public DraftPhases {
  private:
   static constexpr int kStaged = kChunkKeys * 8 / kThreads;  // sixteen bytes each, of a half for one thread
   static constexpr int kColumns = 64, kKeyTiles = kChunkKeys / 8, kKeyBlocks = kChunkKeys / 16;
-  static constexpr int kQuarter = 32, kQuarterTiles = kQuarter / 8;
+  static constexpr int kTurn = 16, kTurnTiles = kTurn / 8;
 
+  // A sequence's chunks but for the block's own keys.
+  __device__ int ring_chunks() const {
+    return (static_cast<int>(p_.slots[l()]) + kChunkKeys - 1) / static_cast<int>(kChunkKeys);
+  }
   __device__ int projected_width() const { return static_cast<int>(p_.q_columns() + 2 * p_.kv_columns()); }
 
-  // Chunk `chunk` of kv head n for tile `tile` of 16 rows (t, query head), which may not exist.
+  // Chunk `chunk` of kv head `head` of all sequences' for tile `tile` of 16 rows (t, query head), which may not exist.
   //
-  // Every loop over keys goes on in quarters of 32 and turns the arrays by as much, so that it stands in the code once:
+  // Every loop over keys goes on in steps of 16 and turns the arrays by as much, so that it stands in the code once:
   // fetched anew in every layer, straight code for all keys takes longer than what it does.
-  __device__ void chunk(int b, int n, int chunk, int tile, int unit) {
+  __device__ void chunk(int head, int chunk, bool own, int tile) {
     const int d = static_cast<int>(p_.head_dim), width = static_cast<int>(p_.block),
               per = static_cast<int>(p_.per_kv()), kv = static_cast<int>(p_.kv_heads);
     const int slots = static_cast<int>(p_.slots[l()]), rows = width * per, g = lane() / 4, t = lane() % 4;
     const DraftLayer& layer = this->layer();
-    const bool own = chunk == static_cast<int>(p_.chunks(l())) - 1, exists = tile * 16 < rows;
+    const int b = head / kv, n = head - b * kv;
+    const bool exists = tile * 16 < rows;
     const int begin = own ? 0 : chunk * kChunkKeys, keys = own ? width : min(kChunkKeys, slots - begin);
     // The rows g and g + 8 of the tile, or the last that exist.
     int row[2];
@@ -114,7 +120,7 @@ class DraftAttention : public DraftPhases {
     }
 
     const uint32_t base = shared_address(s_.region);
-    const int halves = (d + kColumns - 1) / kColumns, quarters = (keys + kQuarter - 1) / kQuarter;
+    const int halves = (d + kColumns - 1) / kColumns, turns = (keys + kTurn - 1) / kTurn;
     uint32_t weights[kKeyBlocks][4];
     float largest[2], denominator[4];
     {
@@ -126,14 +132,14 @@ class DraftAttention : public DraftPhases {
         stage();
         const bool last = half + 1 == halves;
         fetch(last, last ? 0 : half + 1);
-        if (exists) score(base, quarters, q, half == 0, s);
+        if (exists) score(base, turns, q, half == 0, s);
       }
       int oldest[2];  // the first position that the row sees
 #pragma unroll
       for (int r = 0; r < 2; ++r) oldest[r] = own || window == 0 ? 0 : max(0, newest + row[r] / per - window + 1);
-      if (exists) weigh(quarters, oldest, s, weights, largest);
+      if (exists) weigh(turns, oldest, s, weights, largest);
     }
-    float* parts = at<float>(s_.offsets.partials) + int64_t{unit} * rows * (d + 2);
+    float* parts = at<float>(s_.offsets.partials) + int64_t{head * (ring_chunks() + 1) + chunk} * rows * (d + 2);
     const auto store = [&](int r, int column, float low, float high) {
       if (tile * 16 + g + 8 * r < rows)
         *reinterpret_cast<float2*>(parts + int64_t{row[r]} * (d + 2) + column) = {low, high};
@@ -178,15 +184,15 @@ class DraftAttention : public DraftPhases {
   }
 
   // s = or += the products with half of the columns.
-  __device__ void score(uint32_t base, int quarters, const uint32_t (&q)[4][4], bool first,
+  __device__ void score(uint32_t base, int turns, const uint32_t (&q)[4][4], bool first,
                         float (&s)[kKeyTiles][4]) const {
 #pragma unroll 1
-    for (int quarter = 0; quarter < kChunkKeys / kQuarter; ++quarter) {
-      if (quarter < quarters) {
+    for (int i16 = 0; i16 < kChunkKeys / kTurn; ++i16) {
+      if (i16 < turns) {
 #pragma unroll
-        for (int i = 0; i < kQuarterTiles; ++i) {
+        for (int i = 0; i < kTurnTiles; ++i) {
           __syncwarp();  // the compiler would bring several tiles first, and spill
-          const int key = quarter * kQuarter + i * 8 + (lane() & 7);
+          const int key = i16 * kTurn + i * 8 + (lane() & 7);
           uint32_t k[2][4];
           load_matrices(k[0], base + tile_offset(key, lane() >> 3));
           load_matrices(k[1], base + tile_offset(key, (lane() >> 3) + 4));
@@ -203,42 +209,42 @@ class DraftAttention : public DraftPhases {
           }
         }
       }
-      turn<kQuarterTiles>(s);
+      turn<kTurnTiles>(s);
     }
   }
 
   // Scores of the keys that a row sees become weights relative to the largest of them.
-  __device__ void weigh(int quarters, const int (&oldest)[2], float (&s)[kKeyTiles][4],
-                        uint32_t (&weights)[kKeyBlocks][4], float (&largest)[2]) const {
-    constexpr int kInQuarter = 4 * kQuarterTiles;
+  __device__ void weigh(int turns, const int (&oldest)[2], float (&s)[kKeyTiles][4], uint32_t (&weights)[kKeyBlocks][4],
+                        float (&largest)[2]) const {
+    constexpr int kInTurn = 4 * kTurnTiles;
     const int t = lane() % 4;
     largest[0] = largest[1] = -inf32();
     uint64_t seen = 0;  // bit 4 tile + j
 #pragma unroll 1
-    for (int quarter = 0; quarter < kChunkKeys / kQuarter; ++quarter) {
+    for (int i16 = 0; i16 < kChunkKeys / kTurn; ++i16) {
       uint64_t here = 0;
-      if (quarter < quarters) {
+      if (i16 < turns) {
 #pragma unroll
-        for (int i = 0; i < kQuarterTiles; ++i)
+        for (int i = 0; i < kTurnTiles; ++i)
 #pragma unroll
           for (int e = 0; e < 4; ++e) {
             s[i][e] = s[i][e] * p_.score_scale;
-            if (s_.position[quarter * kQuarter + i * 8 + 2 * t + e % 2] < oldest[e / 2]) continue;
+            if (s_.position[i16 * kTurn + i * 8 + 2 * t + e % 2] < oldest[e / 2]) continue;
             here |= uint64_t{1} << (4 * i + e);
             largest[e / 2] = larger(largest[e / 2], s[i][e]);
           }
       }
-      seen |= here << (kInQuarter * quarter);
-      turn<kQuarterTiles>(s);
+      seen |= here << (kInTurn * i16);
+      turn<kTurnTiles>(s);
     }
 #pragma unroll
     for (int r = 0; r < 2; ++r)
 #pragma unroll
       for (int step = 1; step < 4; step *= 2) largest[r] = larger(largest[r], __shfl_xor_sync(~0u, largest[r], step));
 #pragma unroll 1
-    for (int quarter = 0; quarter < kChunkKeys / kQuarter; ++quarter, seen >>= kInQuarter) {
+    for (int i16 = 0; i16 < kChunkKeys / kTurn; ++i16, seen >>= kInTurn) {
 #pragma unroll
-      for (int i = 0; i < kQuarterTiles; ++i)
+      for (int i = 0; i < kTurnTiles; ++i)
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
           uint16_t two[2];
@@ -247,8 +253,8 @@ class DraftAttention : public DraftPhases {
             two[j] = seen >> (4 * i + 2 * r + j) & 1u ? to_bf16(exp1(s[i][2 * r + j] - largest[r])) : uint16_t{0};
           weights[i / 2][i % 2 * 2 + r] = two_bf16(two[0], two[1]);
         }
-      turn<kQuarterTiles>(s);
-      turn<kQuarterTiles / 2>(weights);
+      turn<kTurnTiles>(s);
+      turn<kTurnTiles / 2>(weights);
     }
   }
 

@@ -41,7 +41,7 @@ __device__ __forceinline__ DraftGroup draft_group(const DraftShared& s, const Dr
 // Sixteen bytes of weights, or zeros. They are read once: without the hint they push the other phases' operands and
 // even the kernel's code out of L2.
 __device__ __forceinline__ void copy_weights16(uint32_t shared, const void* global, bool inside, uint64_t policy) {
-  asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2, %3;" ::"r"(shared), "l"(global),
+  asm volatile("cp.async.cg.shared.global.L2::cache_hint.L2::256B [%0], [%1], 16, %2, %3;" ::"r"(shared), "l"(global),
                "r"(inside ? 16 : 0), "l"(policy)
                : "memory");
 }
@@ -184,13 +184,13 @@ class DraftGemm : public DraftPhases {
         const int k = (step_ + (count_ == 1 ? j : count_ == 2 ? j / 2 : 0)) * kDraftStep;
         if (count_ != 3 || j < 3)
 #pragma unroll
-          for (int q = 0; q < 2; ++q) {
-            const bool inside = k + 32 * q + lane() % 4 * 8 < length_;
+          for (int half = 0; half < 2; ++half)
 #pragma unroll
-            for (int half = 0; half < 2; ++half)
+            for (int q = 0; q < 2; ++q) {
+              const bool inside = k + 32 * q + lane() % 4 * 8 < length_;
               copy_weights16(to + (((j * 2 + half) * 2 + q) * 32 + lane()) * 16,
                              weights_[j][half] + (inside ? k + 32 * q : 0), inside, policy_);
-          }
+            }
       }
       step_ += draft_steps(count_);
       if (step_ * kDraftStep >= length_) {
@@ -237,7 +237,6 @@ class DraftGemm : public DraftPhases {
     load(0);
 #pragma unroll 1
     for (int block = 0; block < blocks; block += kBlocks) {
-      wait_copies<kDraftSlots - 1>();
       const uint32_t from = slot_address(slot_);
 #pragma unroll
       for (int two = 0; two < kBlocks / 2; ++two) {  // blocks
@@ -246,6 +245,7 @@ class DraftGemm : public DraftPhases {
           for (int e = 0; e < kAtOnce; ++e) tokens[e] = next[e];
           load(block + 2 * two + kAtOnce);  // ahead, because they come from L2
         }
+        if (two == 0) wait_copies<kDraftSlots - 1>();
         if (block + 2 * two >= blocks) break;
         uint32_t a[kGroups][2][4];
 #pragma unroll

@@ -52,25 +52,27 @@ class DraftRows : public DraftPhases {
     for (int i = block(); i < p_.rows(); i += blocks()) {
       uint16_t* stream = at<uint16_t>(s_.offsets.x) + i * h;
       auto* x = reinterpret_cast<uint16_t*>(s_.region);
+#pragma unroll 1
       for (int first = threadIdx.x * 8; first < h; first += kAtOnce * kThreads * 8) {
-        uint4 v[kAtOnce], y[kAtOnce];
+        uint4 v[kAtOnce];
+        Window y[kAtOnce];
 #pragma unroll
         for (int e = 0; e < kAtOnce; ++e) {
           const int k = min(first + e * kThreads * 8, h - 8);
           v[e] = load_eight(stream + k);
-          if (after != After::kNothing) y[e] = convolved(conv, at<uint16_t>(s_.offsets.branch), i, k);
+          if (after != After::kNothing) y[e] = window(conv, at<uint16_t>(s_.offsets.branch), i, k);
         }
-#pragma unroll
-        for (int e = 0; e < kAtOnce; ++e) {
-          const int k = first + e * kThreads * 8;
-          if (k >= h) break;
+#pragma unroll 1  // the code once, the pieces turned past it
+        for (int k = first; k < min(first + kAtOnce * kThreads * 8, h); k += kThreads * 8) {
           if (after != After::kNothing) {
-            v[e] = eight(
+            v[0] = eight(
                 [&](int j, const uint4& own, const uint4& z) { return draft_add(element(own, j), element(z, j)); },
-                v[e], y[e]);
-            *reinterpret_cast<uint4*>(stream + k) = v[e];
+                v[0], convolved(conv, y[0]));
+            *reinterpret_cast<uint4*>(stream + k) = v[0];
           }
-          *reinterpret_cast<uint4*>(x + k) = v[e];
+          *reinterpret_cast<uint4*>(x + k) = v[0];
+#pragma unroll
+          for (int e = 0; e + 1 < kAtOnce; ++e) v[e] = v[e + 1], y[e] = y[e + 1];
         }
       }
       const int t = i % static_cast<int>(p_.block), places = static_cast<int>(p_.places());
@@ -89,7 +91,7 @@ class DraftRows : public DraftPhases {
     const int h = hidden();
     for (int i = thread(); i < p_.rows() * h / 8; i += threads()) {
       const int row = i / (h / 8), k = i % (h / 8) * 8;
-      store_operand(0, row, k, h, convolved(before, at<uint16_t>(s_.offsets.h), row, k));
+      store_operand(0, row, k, h, convolved(before, window(before, at<uint16_t>(s_.offsets.h), row, k)));
     }
   }
 
@@ -129,7 +131,7 @@ class DraftRows : public DraftPhases {
   }
 
  private:
-  static constexpr int kAtOnce = 4;  // pieces of a row that a thread has under way: all of 8,192 columns
+  static constexpr int kAtOnce = 2;  // pieces of a row that a thread has under way
 
   template <typename F>
   __device__ static uint4 eight(F f, const uint4& a, const uint4& b) {
@@ -155,23 +157,30 @@ class DraftRows : public DraftPhases {
     return {conv.base + side * 2 * hidden(), at<uint16_t>(s_.offsets.coefficients) + side * 2 * groups, size, groups};
   }
 
-  // Eight columns from k on of row i of z, convolved; as they are for DFlash. A convolution's groups may be of any
-  // size.
-  __device__ uint4 convolved(const Taps& taps, const uint16_t* z, int i, int k) const {
+  // What a convolution makes the columns k to k + 7 of row i of z from. A convolution's groups may be of any size.
+  struct Window {
+    uint4 own, last, base_own, base_last, c_own, c_last;
+  };
+  __device__ Window window(const Taps& taps, const uint16_t* z, int i, int k) const {
     const int h = hidden();
-    const uint4 own = load_eight(z + i * h + k);
-    if (taps.size == 0) return own;
-    const uint4 last = i % static_cast<int>(p_.block) ? load_eight(z + (i - 1) * h + k) : uint4{0, 0, 0, 0};
-    const uint4 base_own = __ldg(reinterpret_cast<const uint4*>(taps.base + k));
-    const uint4 base_last = __ldg(reinterpret_cast<const uint4*>(taps.base + h + k));
+    Window w{load_eight(z + i * h + k)};
+    if (taps.size == 0) return w;
+    if (i % static_cast<int>(p_.block)) w.last = load_eight(z + (i - 1) * h + k);
+    w.base_own = __ldg(reinterpret_cast<const uint4*>(taps.base + k));
+    w.base_last = __ldg(reinterpret_cast<const uint4*>(taps.base + h + k));
     const uint16_t* c = taps.coefficients + i * 4 * taps.groups;
-    const uint4 c_own = coefficients(c, k, taps.size), c_last = coefficients(c + taps.groups, k, taps.size);
+    w.c_own = coefficients(c, k, taps.size), w.c_last = coefficients(c + taps.groups, k, taps.size);
+    return w;
+  }
+  // As they are for DFlash.
+  __device__ static uint4 convolved(const Taps& taps, const Window& w) {
+    if (taps.size == 0) return w.own;
     return eight(
         [&](int j, const uint4& x, const uint4& before) {
-          return draft_convolve(element(base_own, j), element(c_own, j), element(x, j), element(base_last, j),
-                                element(c_last, j), element(before, j));
+          return draft_convolve(element(w.base_own, j), element(w.c_own, j), element(x, j), element(w.base_last, j),
+                                element(w.c_last, j), element(before, j));
         },
-        own, last);
+        w.own, w.last);
   }
 
   // Of the columns k to k + 7, of the groups from c on.
@@ -211,18 +220,16 @@ class DraftRows : public DraftPhases {
     if (lane() == 0) s_.partial[segment] = sum;
     sync_block();
     const float r = inverse_rms(tree8(s_.partial), h, p_.eps);
-    for (int first = threadIdx.x * 8; first < h; first += kAtOnce * kThreads * 8) {
-      if (first >= kAtOnce * kThreads * 8) gains(first);
+#pragma unroll 1
+    for (int k = threadIdx.x * 8, e = 0; k < h; k += kThreads * 8, ++e) {
+      if (e == kAtOnce) gains(k), e = 0;
+      const uint4 y = eight([&](int j, const uint4& value,
+                                const uint4& gain) { return draft_norm(element(value, j), r, element(gain, j)); },
+                            *reinterpret_cast<const uint4*>(x + k), w[0]);
+      if (keep) *reinterpret_cast<uint4*>(at<uint16_t>(s_.offsets.h) + i * h + k) = y;
+      store_operand(0, i, k, h, y);
 #pragma unroll
-      for (int e = 0; e < kAtOnce; ++e) {
-        const int k = first + e * kThreads * 8;
-        if (k >= h) break;
-        const uint4 y = eight([&](int j, const uint4& value,
-                                  const uint4& gain) { return draft_norm(element(value, j), r, element(gain, j)); },
-                              *reinterpret_cast<const uint4*>(x + k), w[e]);
-        if (keep) *reinterpret_cast<uint4*>(at<uint16_t>(s_.offsets.h) + i * h + k) = y;
-        store_operand(0, i, k, h, y);
-      }
+      for (int n = 0; n + 1 < kAtOnce; ++n) w[n] = w[n + 1];
     }
     sync_block();  // the region may be written again
   }
