@@ -4,12 +4,16 @@ A run ends before its time limit, and the same command goes on where it was: wha
 number, so that a training in many runs has the bits of an uninterrupted one.
 """
 
+import argparse
 import collections
 import csv
+import dataclasses
+import json
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
@@ -29,20 +33,44 @@ RESERVE = 20
 """Seconds for saving at the end of a run."""
 
 Step = Callable[[Any, Any], tuple[Any, dict[str, jax.Array]]]
+Recipe = TypeVar("Recipe")
+
+
+def add_arguments(parser: argparse.ArgumentParser, recipe: type[Any]) -> None:
+    """The folder to train in, the time limit, and an option for each field of a recipe (a dataclass)."""
+    parser.add_argument("out", type=Path, help="folder, new or of an earlier run with the same settings")
+    parser.add_argument("--minutes", type=float, default=8, help="limit of this run, compilation counted")
+    for field in dataclasses.fields(recipe):
+        parser.add_argument(f"--{field.name.replace('_', '-')}", type=type(field.default), default=field.default)
+
+
+def settled(args: argparse.Namespace, recipe: Callable[..., Recipe]) -> Recipe:
+    """The recipe that was given; kept in the folder, because runs of one training must have the same.
+
+    Compiled programs are kept there too: later runs begin sooner.
+    """
+    made: Any = recipe(**{field.name: getattr(args, field.name) for field in dataclasses.fields(recipe)})  # type: ignore
+    file, text = args.out / "recipe.json", json.dumps(dataclasses.asdict(made), indent=1) + "\n"
+    if file.exists() and file.read_text(encoding="utf-8") != text:
+        sys.exit(f"{file}: an earlier run had other settings; use the same ones, or another folder")
+    args.out.mkdir(parents=True, exist_ok=True)
+    file.write_text(text, encoding="utf-8")
+    jax.config.update("jax_compilation_cache_dir", str((args.out / "compiled").absolute()))
+    return made
 
 
 class Windows:
     """Where in N token ids the rows of each step begin: all N once per epoch, in an order of its own."""
 
     def __init__(self, count: int, length: int, batch: int, seed: int):
-        """Rows of `length` ids, `batch` of them per step.
+        """Rows of `length` ids, `batch` of them per step. What does not fill a row is left out, elsewhere each time.
 
         Raises:
             ValueError: there are fewer ids than one step needs.
         """
-        self._rows = (count - 1) // length  # one id remains at least, so that epochs can be shifted
+        self._rows = count // length
         if self._rows < batch:
-            raise ValueError(f"a step needs {batch} rows of {length} ids and one more, given: {count} ids")
+            raise ValueError(f"a step needs {batch} rows of {length} ids, given: {count} ids")
         self._count, self._length, self._batch, self._seed = count, length, batch, seed
         self.per_epoch = self._rows // batch
         self._epoch = -1, np.zeros(0, np.int32)
@@ -52,7 +80,7 @@ class Windows:
         epoch, index = divmod(step, self.per_epoch)
         if self._epoch[0] != epoch:
             rng = np.random.default_rng((self._seed, epoch))
-            shift = rng.integers(0, self._count - self._rows * self._length, endpoint=True)
+            shift = rng.integers(0, self._count % self._length, endpoint=True)
             self._epoch = epoch, (shift + rng.permutation(self._rows) * self._length).astype(np.int32)
         return self._epoch[1][index * self._batch : (index + 1) * self._batch]
 
@@ -89,7 +117,7 @@ def train(
             def look(at_most: int) -> None:
                 while len(waiting) > at_most:
                     number, metrics = waiting.popleft()
-                    values = {name: float(value) for name, value in metrics.items()}
+                    values = {name: float(value) for name, value in jax.device_get(metrics).items()}
                     history.add(number, values)
                     display.show(number, values)
 

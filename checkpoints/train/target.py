@@ -1,6 +1,6 @@
 """Trains the target of the trained pair: a small Muse Spark, by the library's own expert-parallel reference.
 
-    python checkpoints/train/target.py DATA OUT [--minutes 8] [--steps 4000]
+    python checkpoints/train/target.py DATA OUT [--minutes 8] [--steps 3000]
 
 DATA is what data.py made. A run ends before its time limit; the same command goes on, up to the last step. OUT gets
 `model/`, our form with bf16 masters, as far as it has come, and the loop's own files (loop.py).
@@ -14,8 +14,6 @@ towards the mean load.
 import argparse
 import dataclasses
 import functools
-import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax.sharding import Mesh, PartitionSpec
-from loop import Windows, train
+from loop import Windows, add_arguments, settled, train
 
 from muse_jax import ops
 from muse_jax.config import MuseSparkConfig
@@ -44,7 +42,7 @@ EVALUATE_EVERY = 250
 class Recipe:
     """What a training is, beside its data and the model's shape."""
 
-    steps: int = 4000
+    steps: int = 3000
     batch: int = 32
     length: int = 1024
     """Tokens of a row, a multiple of 8."""
@@ -192,21 +190,11 @@ def main() -> None:
     """Trains for a while."""
     parser = argparse.ArgumentParser(description="Trains a small Muse Spark on the token ids that data.py made.")
     parser.add_argument("data", type=Path, help="folder that data.py made")
-    parser.add_argument("out", type=Path, help="folder, new or of an earlier run with the same settings")
-    parser.add_argument("--minutes", type=float, default=8, help="limit of this run, compilation counted")
-    for field in dataclasses.fields(Recipe):
-        parser.add_argument(f"--{field.name.replace('_', '-')}", type=type(field.default), default=field.default)
+    add_arguments(parser, Recipe)
     args = parser.parse_args()
-    recipe = Recipe(**{field.name: getattr(args, field.name) for field in dataclasses.fields(Recipe)})
+    recipe, tokenizer = settled(args, Recipe), load_tokenizer(args.data)
     data = {name: np.load(args.data / f"{name}.npy") for name in ("train", "held_out")}
-    tokenizer = load_tokenizer(args.data)
     trainer = Trainer(model_config(tokenizer.get_vocab_size()), make_mesh(), recipe, data)
-
-    args.out.mkdir(parents=True, exist_ok=True)
-    settings, about = args.out / "recipe.json", json.dumps(dataclasses.asdict(recipe), indent=1) + "\n"
-    if settings.exists() and settings.read_text() != about:
-        sys.exit(f"{settings}: an earlier run had other settings; use the same ones, or another folder")
-    settings.write_text(about)
     tokens = recipe.batch * recipe.length
     print(f"{recipe.steps} steps of {tokens:,} tokens, {trainer.batches.per_epoch} per epoch", flush=True)
     state, done = train(
