@@ -89,6 +89,7 @@ def test_forward_is_the_librarys(trainer):
     assert float(accepted) == pytest.approx(1 + sum(runs) / 2)
 
 
+@pytest.mark.slow
 def test_runs_of_one_training(trainer, tmp_path):
     """However often it was stopped, every byte is that of one run; it learns; `load_draft` reads what it writes."""
 
@@ -110,6 +111,7 @@ def test_runs_of_one_training(trainer, tmp_path):
     assert float(rows[-1]["held_out"]) < float(rows[0]["loss"]) / 3, logs[0]
     assert float(rows[-1]["held_out_accepted"]) > 2 > float(rows[0]["accepted"]), logs[0]
 
+    assert trainer.step.func._cache_size() == 1
     drafter.save_draft(tmp_path / "model", CONFIG, TARGET, trainer.draft(state))
     model = LanguageModel(TARGET, weights.random_params(TARGET, 1, trainer.mesh, quantized=True), trainer.mesh)
     draft = load_draft(tmp_path / "model", model)

@@ -66,6 +66,7 @@ def test_runs_of_one_training(trainer, tmp_path):
     again, done = run(trainer, tmp_path / "whole", minutes=0)  # there is nothing left to do
     assert done == RECIPE.steps
     jax.tree.map(lambda a, b: np.testing.assert_array_equal(np.asarray(a), np.asarray(b)), whole, again)
+    assert trainer.step.func._cache_size() == 1  # whether the state is new, was restored, or comes from a step
     check_export(trainer, state, tmp_path)
 
 

@@ -179,9 +179,9 @@ def _learned(masters: Params) -> Params:
 
 def _initial(name: str, shape: tuple[int, ...], key: jax.Array) -> jax.Array:
     if name.endswith("residual_gate.gate"):
-        return jnp.full(shape, GATE)
+        return jnp.full(shape, GATE, jnp.float32)
     if len(shape) == 1:  # gains are stored minus one, but for the last
-        return jnp.full(shape, 1.0 if name == "norm.weight" else 0.0)
+        return jnp.full(shape, 1.0 if name == "norm.weight" else 0.0, jnp.float32)
     deviation = {"embed_tokens.weight": 0.2, "lm_head.weight": 0.02}
     return (deviation[name] if name in deviation else shape[-1] ** -0.5) * jax.random.normal(key, shape)
 
