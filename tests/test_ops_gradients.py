@@ -211,6 +211,25 @@ def test_masters_pass_the_gradient_of_the_quantised_weights() -> None:
         np.testing.assert_allclose(as_float(a), as_float(e), atol=0.02 * np.abs(as_float(e)).max())
 
 
+@pytest.mark.parametrize("share", [0.0, 0.25, 0.9, 1.0])
+def test_expert_gradients_whatever_the_loads(share: float) -> None:
+    """As of plain products, from no pair at one of the local experts to all of them."""
+    rng = np.random.default_rng(22)
+    x, dy = (jnp.asarray(normal(rng, *shape)) for shape in ((150, 128), (150, 2, 128)))
+    crowded = jnp.asarray(np.where(rng.random((150, 2)) < share, 3, rng.choice([2, 4, 6], (150, 2))), jnp.int32)
+
+    def plain(x: jax.Array, w13: jax.Array, w2: jax.Array) -> jax.Array:
+        gate, up = jnp.split(jnp.einsum("tm,enm->ten", x, w13), 2, axis=-1)
+        f = jnp.einsum("ten,emn->tem", jax.nn.silu(gate) * up, w2)
+        return jnp.where(crowded[..., None] < 6, f[jnp.arange(150)[:, None], jnp.minimum(crowded - 2, 3)], 0)
+
+    wide = [a.astype(jnp.float32) for a in (x, *LOCAL)]
+    expected = jax.vjp(plain, *wide)[1](dy.astype(jnp.float32))
+    actual = jax.vjp(lambda *a: ops.expert_ffn(a[0], crowded, 2, *a[1:]), x, *LOCAL)[1](dy)
+    for a, e in zip(actual, expected, strict=True):
+        np.testing.assert_allclose(as_float(a), as_float(e), atol=0.005 * np.abs(as_float(e)).max())
+
+
 def test_operands_without_a_gradient_get_zeros() -> None:
     bias = jnp.zeros(10, jnp.float32)
     grad = jax.grad(lambda b: ops.router(X, ROUTER_W, b, experts_per_token=3, multiplier=1.0, scaling=1.0)[1].sum())(
