@@ -88,7 +88,15 @@ def stream(
     The prompts are read in this call, and what is wrong with the arguments raised; steps run when chunks are asked for.
 
     Args:
-        model, prompt_ids, max_new_tokens, stop_ids, stop_strings, sampling, keys, logprobs, draft: as in `generate`.
+        model: as in `generate`.
+        prompt_ids: as in `generate`.
+        max_new_tokens: as in `generate`.
+        stop_ids: as in `generate`.
+        stop_strings: as in `generate`.
+        sampling: as in `generate`.
+        keys: as in `generate`.
+        logprobs: as in `generate`.
+        draft: as in `generate`.
         every: decode steps between two looks of the host, at least 1. Fewer bring chunks sooner and cost more looks.
 
     Returns:
