@@ -81,12 +81,13 @@ def decode_text(
     prompts, limit = as_prompts(token_ids), model.config.max_position_embeddings
     if len(prompts) != 1 or not prompts[0]:
         raise ValueError(f"token_ids: given {token_ids!r:.80}, expected one text of at least one token id")
-    if not is_whole(steps) or not 0 <= steps <= limit - len(prompts[0]):
-        raise ValueError(
-            f"steps is {steps!r}, allowed: 0 to {limit - len(prompts[0])} behind {len(prompts[0])} tokens "
-            f"(max_position_embeddings {limit})"
-        )
     token_ids = prompts[0]
+    if (room := limit - len(token_ids)) < 0:
+        raise ValueError(f"token_ids: given {len(token_ids)}, allowed: at most {limit} (max_position_embeddings)")
+    if not is_whole(steps) or not 0 <= steps <= room:
+        raise ValueError(
+            f"steps is {steps!r}, allowed: 0 to {room} behind {len(token_ids)} tokens (max_position_embeddings {limit})"
+        )
     total = len(token_ids) + steps
     weights, rows = weights or model.weights, _Rows()
     if draft is None:

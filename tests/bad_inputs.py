@@ -643,6 +643,7 @@ COMPARED = rows(
         ([], {}, "token_ids: given [], expected one text of at least one token id"),
         ([[1], [2]], {}, "token_ids: given [[1], [2]], expected one text of at least one token id"),
         ("abc", {}, "prompts: given 'abc', expected token ids (whole numbers)", TypeError),
+        ([1] * 97, {}, "token_ids: given 97, allowed: at most 96 (max_position_embeddings)"),
         ([1, 2], {"steps": -1}, "steps is -1, allowed: 0 to 94 behind 2 tokens (max_position_embeddings 96)"),
         ([1, 2], {"steps": 95}, "steps is 95, allowed: 0 to 94"),
         ([1, 2], {"steps": 1.5}, "steps is 1.5, allowed: 0 to 94"),
