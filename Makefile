@@ -28,7 +28,7 @@ demo: $(VENV)/installed
 	$(BIN)/muse-jax generate checkpoints/tiny --max-new-tokens 32 --check
 
 docs: $(VENV)/tools
-	$(BIN)/mkdocs build --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build
 
 lint: $(VENV)/tools
 	$(BIN)/ruff check .

@@ -27,7 +27,7 @@ def main() -> None:
     # What a trainer computes of a sampled text, against what the sampler said when it chose it.
     out = muse_jax.generate(model, ids, max_new_tokens=8, stop_ids=(), logprobs=1)
     text = [*ids, *out.tokens[0]]
-    trainer = model.log_probs(jnp.asarray([text]))[0, len(ids) - 1 :]
+    trainer = model.log_probs([text])[0, len(ids) - 1 :]
     assert out.log_probs is not None  # asked for
     worst = float(jnp.abs(trainer - jnp.asarray(out.log_probs[0])).max())
     print(f"max |log-probability of the trainer - of the sampler|: {worst}")

@@ -2,9 +2,10 @@
 
 import hashlib
 import os
+import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Annotated, NoReturn
+from typing import Annotated, Any, NoReturn
 
 import jax
 import numpy as np
@@ -16,6 +17,7 @@ from tokenizers import Tokenizer
 
 from muse_jax import decode
 from muse_jax.calibration import calibrate as find_input_scales
+from muse_jax.detokenizer import is_text
 from muse_jax.doctor import diagnose
 from muse_jax.generate import EVERY, stream
 from muse_jax.generation import Generation
@@ -26,7 +28,7 @@ from muse_jax.mesh import RANKS, make_mesh
 from muse_jax.parity import ParityReport, flip_bit
 from muse_jax.parity import parity as run_parity
 from muse_jax.progress import progress_bar, size
-from muse_jax.sampling import Sampling
+from muse_jax.sampling import MAX_LOGPROBS, Sampling
 from muse_jax.speculative import DFlashDraft
 from muse_jax.speculative.dflash_weights import load_draft
 from muse_jax.weights.convert import FORMS, convert_checkpoint
@@ -34,8 +36,10 @@ from muse_jax.weights.quantize import write_input_scales
 from muse_jax.weights.repack import repack
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, help=__doc__)
-out = Console(soft_wrap=True, highlight=False)
-err = Console(stderr=True, soft_wrap=True, highlight=False)
+# What is printed are names, paths and a model's text: nothing in them is markup or the name of an emoji.
+_PLAIN: dict[str, Any] = {"highlight": False, "markup": False, "emoji": False}
+out = Console(soft_wrap=True, **_PLAIN)
+err = Console(stderr=True, soft_wrap=True, **_PLAIN)
 
 Checkpoint = Annotated[Path, typer.Argument(help="Checkpoint folder: ours (Orbax) or Hugging Face (safetensors).")]
 Devices = Annotated[
@@ -76,6 +80,13 @@ def _encode(model: LanguageModel, prompt: str) -> list[int]:
     return model.tokenizer.encode(prompt).ids or [model.config.bos_token_id]
 
 
+def _check(option: str, value: int | None, least: int, most: int | None = None) -> None:
+    """Before a checkpoint is loaded, which may take minutes."""
+    if value is not None and (value < least or (most is not None and value > most)):
+        allowed = f"whole numbers from {least} on" if most is None else f"{least} to {most}"
+        raise ValueError(f"{option} is {value}, allowed: {allowed}")
+
+
 def _load_all(
     checkpoint: Path,
     devices: int | None,
@@ -87,6 +98,10 @@ def _load_all(
     """(model, with its reference or without; the prompt's ids; draft)."""
     if draft is None and draft_width is not None:
         raise ValueError("--draft-width is of no use without --draft")
+    if not is_text(prompt):
+        raise ValueError(
+            f"--prompt is {prompt!r}, allowed: text in the terminal's encoding, {sys.getfilesystemencoding()}"
+        )
     model = _load(checkpoint, devices, reference)
     return model, _encode(model, prompt), None if draft is None else load_draft(draft, model, width=draft_width)
 
@@ -101,14 +116,14 @@ def _verdict(report: ParityReport) -> str:
 
 def _print_facts(facts: Mapping[str, str]) -> None:
     for label, value in facts.items():
-        out.print(f"{label:21}  {value}", markup=False)
+        out.print(f"{label:21}  {value}")
 
 
 def _exit_with(problems: Iterable[str]) -> NoReturn:
     """Exit code 1 and a line for each, or 0."""
     lines = [f"problem: {problem}" for problem in problems]
     for line in lines:
-        out.print(line, markup=False)
+        out.print(line)
     raise typer.Exit(1 if lines else 0)
 
 
@@ -175,6 +190,9 @@ def generate(
     ] = False,
 ) -> None:
     """Continue a prompt with the fused decode step, greedily or sampled."""
+    _check("--max-new-tokens", max_new_tokens, 1)
+    _check("--seed", seed, 0, 2**32 - 1)
+    _check("--logprobs", logprobs, 0, MAX_LOGPROBS)
     sampling = None
     if any(option is not None for option in (temperature, top_k, top_p, min_p, seed)):
         sampling = Sampling(
@@ -189,7 +207,7 @@ def generate(
     )  # fmt: skip
     if live:
         for piece in pieces:
-            out.print(piece.text, end="", markup=False)
+            out.print(piece.text, end="")
         out.print()
     result = pieces.result()
     assert model.tokenizer is not None and result.texts is not None
@@ -239,6 +257,7 @@ def parity(
     ] = None,
 ) -> None:
     """Run decode and reference, or decode with a draft and without, side by side; exit code 1 if a byte differs."""
+    _check("--steps", steps, 0)
     model, ids, loaded_draft = _load_all(checkpoint, devices, prompt, draft, draft_width)
     weights = model.weights
     if flip is not None:
@@ -277,7 +296,7 @@ def _print_table(table: Table) -> None:
         out.print(table)
     else:  # for programs and files: no lines, nothing wrapped
         table.box, table.pad_edge = None, False
-        Console(width=200, highlight=False).print(table)
+        Console(width=200, **_PLAIN).print(table)
 
 
 def _print_contents(found: Inspection) -> None:
@@ -408,7 +427,14 @@ def calibrate(
     _look_only()
     if scales.exists():
         raise ValueError(f"{scales} exists already; choose another name, or remove it")
-    sample = text.read_text(encoding="utf-8")
+    if not scales.absolute().parent.is_dir():
+        raise ValueError(f"{scales}: no such folder; make it, or choose another one")
+    try:
+        sample = text.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{text}: not UTF-8 text ({error.reason} at {error.start}); give text") from error
+    except OSError as error:
+        raise ValueError(f"{text}: {error.strerror}; check the path and its permissions") from error
     with progress_bar(err, "calibrating", "calibrated") as progress:
         found = find_input_scales(checkpoint, sample, source_rows=source_rows, progress=progress)  # type: ignore[arg-type]
     write_input_scales(scales, found, {"muse_jax_text_sha256": hashlib.sha256(sample.encode()).hexdigest()})
@@ -421,7 +447,7 @@ def main() -> None:
     try:
         app()
     except (ValueError, OSError, RuntimeError) as error:  # RuntimeError: JAX's too
-        err.print(f"muse-jax: {error}", markup=False)
+        err.print(f"muse-jax: {error}")
         raise SystemExit(2) from None
 
 

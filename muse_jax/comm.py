@@ -30,7 +30,7 @@ class Communicator:
                 message says which.
         """
         self._config, self._mesh = config, check_mesh(mesh)
-        self.key = 0
+        self.key: int = 0
         if self._shares():
             self._open()
 

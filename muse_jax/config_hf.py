@@ -53,6 +53,8 @@ def default_expert_formats(layers: int) -> tuple[Any, ...]:
 def read_json(path: Path) -> dict[str, Any]:
     """The JSON object in a file; a ConfigError says why there is none."""
     try:
+        if path.is_fifo():
+            raise OSError("a pipe, which may never end")
         data = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         reason = error.strerror or str(error)

@@ -1,8 +1,8 @@
 """Every intermediate array of one text that the fused path decodes, plain or with a draft, by position."""
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +13,8 @@ from muse_jax.decode import (
     DecodeWeights,
     StepOutput,
     Taps,
+    TokenIds,
+    as_prompts,
     init_state,
     next_rows,
     prefill,
@@ -20,10 +22,23 @@ from muse_jax.decode import (
     run_layers,
 )
 from muse_jax.decode.state import ring_slots
+from muse_jax.sampling import is_whole
 from muse_jax.speculative import Draft, prefill_both, speculative_step
 
 if TYPE_CHECKING:
     from muse_jax.language_model import LanguageModel
+
+
+def check_model(model: Any) -> None:
+    """Raise TypeError unless it is a model: by what it has, because the class's module stands above."""
+    if not all(hasattr(model, name) for name in ("weights", "config", "mesh")):
+        raise TypeError(f"model: given {model!r:.80}, expected a LanguageModel, such as muse_jax.load(folder) returns")
+
+
+def check_draft(draft: Any) -> None:
+    """Raise TypeError unless it is a draft, or None."""
+    if draft is not None and not all(hasattr(draft, name) for name in ("width", "start", "observe", "propose")):
+        raise TypeError(f"draft: given {draft!r:.80}, expected None or what load_draft(folder, model) returns")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,7 +55,7 @@ class Decoded:
 
 def decode_text(
     model: "LanguageModel",
-    token_ids: Sequence[int],
+    token_ids: TokenIds,
     *,
     steps: int = 0,
     weights: DecodeWeights | None = None,
@@ -61,21 +76,29 @@ def decode_text(
         ValueError: empty prompt, ids out of range, too many positions, or logits that are NaN with a draft, because
             nothing is accepted behind them.
     """
-    if not len(token_ids) or steps < 0:
+    check_model(model)
+    check_draft(draft)
+    prompts, limit = as_prompts(token_ids), model.config.max_position_embeddings
+    if len(prompts) != 1 or not prompts[0]:
+        raise ValueError(f"token_ids: given {token_ids!r:.80}, expected one text of at least one token id")
+    token_ids = prompts[0]
+    if (room := limit - len(token_ids)) < 0:
+        raise ValueError(f"token_ids: given {len(token_ids)}, allowed: at most {limit} (max_position_embeddings)")
+    if not is_whole(steps) or not 0 <= steps <= room:
         raise ValueError(
-            f"parity needs at least one token id and steps >= 0, got {len(token_ids)} ids and steps {steps}"
+            f"steps is {steps!r}, allowed: 0 to {room} behind {len(token_ids)} tokens (max_position_embeddings {limit})"
         )
-    total, limit = len(token_ids) + steps, model.config.max_position_embeddings
+    total = len(token_ids) + steps
     weights, rows = weights or model.weights, _Rows()
     if draft is None:
         state = init_state(model.config, model.mesh, capacity=total)
-        tokens, state, count = _plain(weights, state, list(token_ids), steps, chunk, rows)
+        tokens, state, count = _plain(weights, state, token_ids, steps, chunk, rows)
         reach = ring_slots(model.config.sliding_window)
     else:
         # Trees at the end reach beyond it, and what they wrote lies in the rings where older positions were.
         capacity = max(total, min(total + draft.width - 1, limit))
         state = init_state(model.config, model.mesh, capacity=capacity)
-        tokens, state, count = _drafted(weights, state, list(token_ids), total, chunk, draft, rows)
+        tokens, state, count = _drafted(weights, state, token_ids, total, chunk, draft, rows)
         reach = model.config.sliding_window
     taps = {name: array[:total] for name, array in rows.joined().items()}
     return Decoded(tokens[:total], taps | dict(_cached(model.config, state, total, reach)), count)

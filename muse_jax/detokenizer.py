@@ -8,6 +8,11 @@ UNFINISHED = "\ufffd"
 """What a decoder writes for bytes that are no character, or not yet one."""
 
 
+def is_text(value: str) -> bool:
+    """Whether UTF-8 can hold it: Python's strings may have surrogates alone, from a terminal's broken bytes say."""
+    return value.encode(errors="ignore").decode() == value
+
+
 class Detokenizer:
     """The text of one sequence, which does not depend on when it is looked at.
 

@@ -1,6 +1,7 @@
 """Errors that collect every problem they know of, so that one run shows the user all that has to change."""
 
 from collections.abc import Iterable
+from typing import Any
 
 _SHOWN = 40  # a checkpoint can be wrong in a thousand places; the message stays readable, `problems` has them all
 
@@ -18,7 +19,7 @@ class ProblemsError(ValueError):
         count = "1 problem" if len(self.problems) == 1 else f"{len(self.problems)} problems"
         super().__init__("\n".join([f"{headline}: {count}", *lines]))
 
-    def __reduce__(self):
+    def __reduce__(self) -> tuple[Any, ...]:
         """Pickles by the two arguments, because the message is made of them."""
         return type(self), (self.headline, self.problems)
 

@@ -2,14 +2,15 @@
 
 import collections
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
 
-from muse_jax.decode import MAX_ROWS, as_prompts, init_state, prefill
-from muse_jax.detokenizer import UNFINISHED, Detokenizer
+from muse_jax.decode import MAX_ROWS, Prompts, as_prompts, init_state, prefill
+from muse_jax.decoded import check_draft, check_model
+from muse_jax.detokenizer import UNFINISHED, Detokenizer, is_text
 from muse_jax.generation import Acceptance, Chunk, Generation
 from muse_jax.guarantee import guarantee
 from muse_jax.kept import FINISH_REASONS, STOP_STRING, VALUES
@@ -31,7 +32,7 @@ programs already compiled."""
 
 def generate(
     model: "LanguageModel",
-    prompt_ids: Sequence[int] | Sequence[Sequence[int]],
+    prompt_ids: Prompts,
     *,
     max_new_tokens: int = 64,
     stop_ids: Sequence[int] | None = None,
@@ -72,7 +73,7 @@ def generate(
 
 def stream(
     model: "LanguageModel",
-    prompt_ids: Sequence[int] | Sequence[Sequence[int]],
+    prompt_ids: Prompts,
     *,
     max_new_tokens: int = 64,
     stop_ids: Sequence[int] | None = None,
@@ -88,7 +89,15 @@ def stream(
     The prompts are read in this call, and what is wrong with the arguments raised; steps run when chunks are asked for.
 
     Args:
-        model, prompt_ids, max_new_tokens, stop_ids, stop_strings, sampling, keys, logprobs, draft: as in `generate`.
+        model: as in `generate`.
+        prompt_ids: as in `generate`.
+        max_new_tokens: as in `generate`.
+        stop_ids: as in `generate`.
+        stop_strings: as in `generate`.
+        sampling: as in `generate`.
+        keys: as in `generate`.
+        logprobs: as in `generate`.
+        draft: as in `generate`.
         every: decode steps between two looks of the host, at least 1. Fewer bring chunks sooner and cost more looks.
 
     Returns:
@@ -98,7 +107,7 @@ def stream(
         ValueError, TypeError: as `generate`.
     """
     if not is_whole(every) or every < 1:
-        raise ValueError(f"every is {every}, allowed: whole numbers from 1 on (decode steps)")
+        raise ValueError(f"every is {every!r}, allowed: whole numbers from 1 on (decode steps)")
     return GenerationStream(
         model, prompt_ids, max_new_tokens=max_new_tokens, stop_ids=stop_ids, stop_strings=stop_strings,
         sampling=sampling, keys=keys, logprobs=logprobs, draft=draft, every=every,
@@ -113,10 +122,12 @@ class GenerationStream(Iterator[Chunk]):
         stop_strings: Sequence[str], sampling: Any, keys: Any, logprobs: int | None, draft: Draft | None, every: int,
     ):  # fmt: skip
         """Prompts into the caches, and the first tokens; arguments and errors as `stream`."""
+        check_model(model)
+        check_draft(draft)
         prompts = as_prompts(prompt_ids)
         stops = tuple(model.config.eos_token_ids if stop_ids is None else np.atleast_1d(np.asarray(stop_ids)).tolist())
         _check(model, prompts, max_new_tokens, stops, logprobs)
-        _check_strings(model, stop_strings)
+        stop_strings = _strings(model, stop_strings)
         batch, width = len(prompts), 1 if draft is None else draft.width
         if not 1 <= width <= (most := max(1, MAX_ROWS // batch)):
             raise ValueError(
@@ -250,11 +261,11 @@ def _check(
         not is_whole(logprobs) or not 0 <= logprobs <= min(MAX_LOGPROBS, model.config.vocab_size)
     ):
         raise ValueError(
-            f"logprobs is {logprobs}, allowed: 0 (the tokens' own alone) to {MAX_LOGPROBS}, or None to leave them out"
+            f"logprobs is {logprobs!r}, allowed: 0 (the tokens' own alone) to {MAX_LOGPROBS}, or None to leave them out"
         )
     vocab, limit = model.config.vocab_size, model.config.max_position_embeddings
     if not is_whole(max_new_tokens) or max_new_tokens < 1:
-        raise ValueError(f"max_new_tokens is {max_new_tokens}, allowed: whole numbers from 1 on")
+        raise ValueError(f"max_new_tokens is {max_new_tokens!r}, allowed: whole numbers from 1 on")
     if not prompts:
         raise ValueError("prompt_ids is empty; give at least one token id")
     for b, prompt in enumerate(prompts):
@@ -267,20 +278,23 @@ def _check(
             )
     for stop in stops:
         if not isinstance(stop, int) or not 0 <= stop < vocab:
-            raise ValueError(f"stop id {stop} is not a token, allowed: 0 to {vocab - 1}")
+            raise ValueError(f"stop id {stop!r} is not a token, allowed: 0 to {vocab - 1}")
 
 
-def _check_strings(model: "LanguageModel", stop_strings: Sequence[str]) -> None:
-    if isinstance(stop_strings, str) or not all(isinstance(s, str) for s in stop_strings):
-        raise TypeError(f"stop_strings is {stop_strings!r}, expected a list of strings")
+def _strings(model: "LanguageModel", given: Any) -> tuple[str, ...]:
+    """The stop strings, once each is known to be one."""
+    stop_strings: tuple[Any, ...] = (given,) if not isinstance(given, Iterable) else tuple(given)
+    if isinstance(given, str) or not all(isinstance(s, str) for s in stop_strings):
+        raise TypeError(f"stop_strings is {given!r}, expected a list of strings")
     for string in stop_strings:
-        if not string or UNFINISHED in string:
+        if not string or UNFINISHED in string or not is_text(string):
             raise ValueError(
                 f"stop_strings holds {string!r}, allowed: texts that are not empty and have no U+FFFD, which stands "
-                "for bytes that are no character"
+                "for bytes that are no character, and no surrogates"
             )
     if stop_strings and model.tokenizer is None:
         raise ValueError(
             "stop_strings need the model's tokenizer: copy its tokenizer.json into the checkpoint's folder, or give "
             "stop_ids"
         )
+    return stop_strings

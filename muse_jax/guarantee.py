@@ -19,10 +19,14 @@ def guarantee(devices: "Mesh | Iterable[Any]") -> str:
     Returns:
         "bitwise" where decoding was compared on every device's architecture (the CPU, and CUDA's compute capability
         9.0); otherwise a sentence such as "not bitwise: NVIDIA B200 was never compared".
+
+    Raises:
+        ValueError: no devices, or something else.
     """
-    if isinstance(devices, Mesh):
-        devices = devices.devices.flat
-    unknown = sorted({d.device_kind for d in devices if _architecture(d) not in _PROVEN})
+    found = list(devices.devices.flat if isinstance(devices, Mesh) else devices)
+    if not found or not all(hasattr(device, "platform") for device in found):
+        raise ValueError(f"devices: given {devices!r:.80}, expected a mesh or JAX devices, such as jax.devices() gives")
+    unknown = sorted({d.device_kind for d in found if _architecture(d) not in _PROVEN})
     if not unknown:
         return BITWISE
     return f"not bitwise: {' and '.join(unknown)} {'was' if len(unknown) == 1 else 'were'} never compared"

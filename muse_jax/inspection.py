@@ -17,7 +17,9 @@ from muse_jax import weights
 from muse_jax.config import MuseSparkConfig
 from muse_jax.decode import state as decode_state
 from muse_jax.decode import weights as decode_weights
+from muse_jax.errors import CheckpointError
 from muse_jax.mesh import DEVICE_COUNTS, RANKS
+from muse_jax.tokenizer import TOKENIZER_FILE, load_tokenizer
 from muse_jax.weights.names import E4M3, U8, ParamSpec, nbytes
 from muse_jax.weights.repack import decode_shapes
 
@@ -172,10 +174,10 @@ def inspect_checkpoint(
         ValueError: devices, batch or capacity out of range.
     """
     if devices is not None and devices not in DEVICE_COUNTS:
-        raise ValueError(f"devices: given {devices}, allowed: 1, 2, 4 or 8")
+        raise ValueError(f"devices: given {devices!r}, allowed: 1, 2, 4 or 8")
     contents = weights.read_contents(path)
     groups = _groups(contents)
-    config, problems = contents.config, tuple(contents.problems)
+    config, problems = contents.config, (*contents.problems, *_tokenizer_problems(contents.folder))
     if config is None:
         return Inspection(contents.folder, contents.kind, None, groups, None, None, None, None, None, problems)
     if capacity is None:
@@ -186,6 +188,16 @@ def inspect_checkpoint(
     fit = _fit(config, devices, size, caches, _params(contents.specs))
     layers = {kind: _layer(arrays, kind) for kind in sorted(set(config.expert_formats))}
     return Inspection(contents.folder, contents.kind, config, groups, arrays, size, layers, caches, fit, problems)
+
+
+def _tokenizer_problems(folder: Path) -> tuple[str, ...]:
+    """None without a tokenizer: token ids do without."""
+    try:
+        if (folder / TOKENIZER_FILE).exists():
+            load_tokenizer(folder)
+    except CheckpointError as error:
+        return error.problems
+    return ()
 
 
 def _model(c: MuseSparkConfig) -> str:

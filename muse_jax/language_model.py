@@ -2,22 +2,22 @@
 
 import functools
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.core import Tracer
 from jax.sharding import Mesh
-from jax.typing import ArrayLike
 from tokenizers import Tokenizer
 
 from muse_jax import decode
 from muse_jax.config import MuseSparkConfig
-from muse_jax.decode import DecodeState, DecodeWeights, StepOutput
+from muse_jax.decode import DecodeState, DecodeWeights, Prompts, StepOutput, TokenIds
 from muse_jax.errors import ProblemsError
 from muse_jax.mesh import check_mesh, in_own_mesh, make_mesh, own_mesh
-from muse_jax.model.reference import Reference, params_of
+from muse_jax.model.reference import Reference, Tokens, params_of
 from muse_jax.profiling import host_phase
 from muse_jax.tokenizer import TOKENIZER_FILE, load_tokenizer
 from muse_jax.weights import load as load_params
@@ -74,7 +74,7 @@ class LanguageModel:
 
     @in_own_mesh
     @host_phase("muse_update")
-    def update(self, params: "Mapping[str, jax.Array] | nnx.Module | nnx.State") -> None:
+    def update(self, params: "Mapping[str, jax.Array] | nnx.Module | nnx.State[Any, Any]") -> None:
         """New parameters, after a trainer's step say: written into the decode layout in place, on the devices.
 
         Compiled programs stay as they are. Caches still hold what the old weights made, so start new states. A draft
@@ -109,7 +109,7 @@ class LanguageModel:
         return decode.init_state(self.config, self.mesh, batch=batch, capacity=capacity)
 
     def prefill(
-        self, state: DecodeState, prompts: Sequence[int] | Sequence[Sequence[int]], *, chunk: int = decode.MAX_ROWS
+        self, state: DecodeState, prompts: Prompts, *, chunk: int = decode.MAX_ROWS
     ) -> tuple[StepOutput, DecodeState]:
         """Append one prompt per sequence; the old state is consumed.
 
@@ -122,9 +122,7 @@ class LanguageModel:
         return decode.prefill(self.weights, state, decode.as_prompts(prompts), chunk=chunk)
 
     @in_own_mesh
-    def prefill_whole(
-        self, state: DecodeState, prompts: Sequence[int] | Sequence[Sequence[int]]
-    ) -> tuple[StepOutput, DecodeState]:
+    def prefill_whole(self, state: DecodeState, prompts: Prompts) -> tuple[StepOutput, DecodeState]:
         """As `prefill`, through the reference's whole-sequence forward: the same bits. The state must be empty."""
         decode.check_state(self.weights, state)
         taps = functools.partial(self._reference.taps, self.params)
@@ -133,7 +131,7 @@ class LanguageModel:
     @in_own_mesh
     @host_phase("muse_decode_step")
     def decode_step(
-        self, state: DecodeState, tokens: jax.Array | Sequence[int], active: jax.Array | None = None
+        self, state: DecodeState, tokens: TokenIds, active: jax.Array | None = None
     ) -> tuple[StepOutput, DecodeState]:
         """One token for every sequence; see `muse_jax.decode.decode_step`. The old state is consumed.
 
@@ -151,15 +149,15 @@ class LanguageModel:
             jax.block_until_ready(state.epoch)
         return output, state
 
-    def reference(self, token_ids: ArrayLike) -> jax.Array:
+    def reference(self, token_ids: Tokens) -> jax.Array:
         """Logits fp32 [B, T, V] of whole sequences [B, T] by the expert-parallel reference; differentiable."""
         return self._reference.forward(self.params, token_ids)
 
-    def reference_taps(self, token_ids: ArrayLike) -> dict[str, jax.Array]:
+    def reference_taps(self, token_ids: Tokens) -> dict[str, jax.Array]:
         """The reference's intermediate arrays by name (docs/architecture.md, "The reference")."""
         return self._reference.taps(self.params, token_ids)
 
-    def log_probs(self, token_ids: ArrayLike) -> jax.Array:
+    def log_probs(self, token_ids: Tokens) -> jax.Array:
         """fp32 [B, T-1]: log-probability of every token after the first, by the reference."""
         return self._reference.log_probs(self.params, token_ids)
 
@@ -185,11 +183,12 @@ def load(
         CheckpointError: everything that is missing, damaged or of the wrong shape, in one error.
     """
     mesh = make_mesh() if mesh is None else check_mesh(mesh)
+    has_tokenizer = os.path.exists(os.path.join(path, TOKENIZER_FILE))
+    tokenizer = load_tokenizer(path) if has_tokenizer else None
     weights = None
     with own_mesh(mesh):
         if reference:
             config, params = load_params(path, mesh, progress=progress)
         else:
             config, params, weights = load_packed(path, mesh, progress=progress)
-    has_tokenizer = os.path.exists(os.path.join(path, TOKENIZER_FILE))
-    return LanguageModel(config, params, mesh, load_tokenizer(path) if has_tokenizer else None, weights)
+    return LanguageModel(config, params, mesh, tokenizer, weights)

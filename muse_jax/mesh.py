@@ -3,10 +3,10 @@
 There are always 8 ranks; a mesh of D devices gives each device 8/D consecutive ones (docs/architecture.md).
 """
 
+import contextlib
 import functools
 import inspect
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar, cast
 
 import jax
@@ -125,8 +125,11 @@ def ranks_array(mesh: Mesh, packing: int) -> jax.Array:
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
-def own_mesh(mesh: Mesh) -> AbstractContextManager[None]:
+@contextlib.contextmanager
+def own_mesh(mesh: Mesh) -> Iterator[None]:
     """Within it JAX's context mesh is this one, whatever the caller's is: `jax.set_mesh` of Explicit axes, say.
+
+    Nor do the caller's settings of dtype and rank promotion hold there, which may be stricter than this code is.
 
     Raises:
         ValueError: inside shard_map or pmap, where a program sees one device.
@@ -136,7 +139,12 @@ def own_mesh(mesh: Mesh) -> AbstractContextManager[None]:
             "muse_jax works on its whole mesh and cannot run inside shard_map or pmap; call it outside, or inside jit, "
             "scan or while_loop"
         )
-    return jax.sharding.use_abstract_mesh(mesh.abstract_mesh)
+    with (
+        jax.sharding.use_abstract_mesh(mesh.abstract_mesh),
+        jax.numpy_dtype_promotion("standard"),
+        jax.numpy_rank_promotion("allow"),
+    ):
+        yield
 
 
 def in_own_mesh(function: Function) -> Function:

@@ -1,13 +1,13 @@
 """Parity: a decoded text against the reference, or with a draft against without: every tap, byte for byte."""
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
 import jax
 import numpy as np
 
-from muse_jax.decode import DecodeWeights
+from muse_jax.decode import DecodeWeights, TokenIds, as_prompts
 from muse_jax.decoded import decode_text
 from muse_jax.guarantee import guarantee
 from muse_jax.speculative import Draft
@@ -69,7 +69,7 @@ class ParityReport:
 
 def parity(
     model: "LanguageModel",
-    token_ids: Sequence[int],
+    token_ids: TokenIds,
     *,
     steps: int = 0,
     weights: DecodeWeights | None = None,
@@ -103,7 +103,7 @@ def parity(
     return ParityReport(
         taps=[*compare(mine.taps, theirs, layers), *text],
         tokens=mine.tokens,
-        prompt_length=len(token_ids),
+        prompt_length=len(as_prompts(token_ids)[0]),
         steps=mine.steps,
         against="plain decoding" if draft else "the expert-parallel reference",
         guarantee=guarantee(model.mesh),

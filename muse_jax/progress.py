@@ -45,4 +45,4 @@ def progress_bar(console: Console, label: str, done: str) -> Iterator[Callable[[
         yield show
     if calls:
         (start, begin), (now, end) = calls[0], calls[-1]
-        console.print(f"{done} {rate(now - start, end - begin)}", markup=False)
+        console.print(f"{done} {rate(now - start, end - begin)}")

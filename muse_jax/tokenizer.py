@@ -42,6 +42,8 @@ def load_tokenizer(folder: "str | os.PathLike[str]") -> Tokenizer:
     path = Path(folder) / TOKENIZER_FILE
     headline = f"cannot load the tokenizer of {folder}"
     try:
+        if path.is_fifo():
+            raise OSError("a pipe, which may never end")
         text = path.read_text(encoding="utf-8")
     except OSError as error:
         hint = "copy the model's tokenizer.json there, or pass token ids instead of text"

@@ -16,7 +16,17 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from muse_jax import MuseSparkConfig, Sampling, generate, inspect_checkpoint, make_mesh, random_draft, stream
+from muse_jax import (
+    MuseSparkConfig,
+    Sampling,
+    generate,
+    guarantee,
+    inspect_checkpoint,
+    make_mesh,
+    parity,
+    random_draft,
+    stream,
+)
 from muse_jax.decode import (
     decode_step,
     init_state,
@@ -275,6 +285,8 @@ PROMPTS = rows(
         ([1.5], {}, "prompts: given [1.5], expected token ids (whole numbers) of one prompt or of several", TypeError),
         ("text", {}, "prompts: given 'text', expected token ids (whole numbers)", TypeError),
         ([[[1]]], {}, "prompts: given [[[1]]], expected token ids (whole numbers)", TypeError),
+        ({1: 2}, {}, "prompts: given {1: 2}, expected token ids (whole numbers)", TypeError),
+        ([1], {"draft": "x"}, "draft: given 'x', expected None or what load_draft(", TypeError),
         ([1], {"stop_ids": [64]}, "stop id 64 is not a token, allowed: 0 to 63"),
         ([1], {"stop_ids": [3, -1]}, "stop id -1 is not a token, allowed: 0 to 63"),
         ([[1]] * 65, {"max_new_tokens": 1}, "batch is 65, allowed: 1 to 64"),
@@ -359,9 +371,11 @@ STREAMS = [
             ({"stop_strings": [3]}, "stop_strings is [3], expected a list of strings", TypeError),
             ({"stop_strings": ["x", ""]}, "stop_strings holds '', allowed: texts that are not empty"),
             ({"stop_strings": ["\ufffd"]}, "stop_strings holds '\ufffd', allowed: ... no U+FFFD"),
+            ({"stop_strings": None}, "stop_strings is None, expected a list of strings", TypeError),
+            ({"stop_strings": ["\ud800"]}, "stop_strings holds '\\ud800', allowed: ... no surrogates"),
             ({"every": 0}, "every is 0, allowed: whole numbers from 1 on (decode steps)"),
             ({"every": 2.5}, "every is 2.5, allowed"),
-            ({"max_new_tokens": "9"}, "max_new_tokens is 9, allowed"),
+            ({"max_new_tokens": "9"}, "max_new_tokens is '9', allowed"),
         ],
     ),
     Row(
@@ -531,6 +545,8 @@ REFERENCE = rows(
         ("reference", np.zeros((1, 3), bool), "tokens: given bool, expected integers"),
         ("reference", np.zeros(3, int), "tokens: given shape (3,), expected [batch, length]"),
         ("reference", np.zeros((2, 0), int), "tokens: given shape (2, 0), expected at least [1, 1]"),
+        ("reference", [], "tokens: given shape (0,), expected [batch, length]"),
+        ("reference", [[1, 2], [3]], "tokens: given rows of different lengths, expected [batch, length]"),
         ("reference_taps", np.zeros((0, 2), int), "tokens: given shape (0, 2), expected at least [1, 1]"),
         ("log_probs", [[1]], "tokens: given shape (1, 1), expected at least [1, 2]"),
         ("reference", np.zeros((1, 97), int), "tokens: given sequences of 97, allowed: at most 96 (max_position_emb"),
@@ -562,6 +578,7 @@ UPDATES = [
                 lambda w: {"layers.1.self_attn.q_proj": w.model.params[Q]},
                 [f"layers.1.self_attn.q_proj: no such parameter; did you mean {Q}?"],
             ),
+            (lambda w: {3: jnp.ones(128)}, ["3: no such parameter"]),
             (lambda w: {"layers.2.norm": jnp.ones(128)}, ["layers.2.norm: no such parameter"]),
             (lambda w: {Q: np.ones((512, 128))}, [f"{Q}: a ndarray, expected a jax.Array on the model's mesh"]),
             (lambda w: {Q: None}, [f"{Q}: a NoneType, expected a jax.Array on the model's mesh"]),
@@ -612,13 +629,47 @@ INSPECTED = rows(
     lambda w, options: inspect_checkpoint(w.ours, **options),
     [
         ({"devices": 3}, "devices: given 3, allowed: 1, 2, 4 or 8"),
+        ({"devices": "8"}, "devices: given '8', allowed: 1, 2, 4 or 8"),
         ({"batch": 65}, "batch is 65, allowed: 1 to 64"),
         ({"capacity": 97}, "capacity is 97, allowed: 1 to 96"),
         ({"capacity": 0}, "capacity is 0, allowed: 1 to 96"),
     ],
 )
 
+COMPARED = rows(
+    "parity",
+    lambda w, ids, options: parity(w.model, ids, **options),
+    [
+        ([], {}, "token_ids: given [], expected one text of at least one token id"),
+        ([[1], [2]], {}, "token_ids: given [[1], [2]], expected one text of at least one token id"),
+        ("abc", {}, "prompts: given 'abc', expected token ids (whole numbers)", TypeError),
+        ([1] * 97, {}, "token_ids: given 97, allowed: at most 96 (max_position_embeddings)"),
+        ([1, 2], {"steps": -1}, "steps is -1, allowed: 0 to 94 behind 2 tokens (max_position_embeddings 96)"),
+        ([1, 2], {"steps": 95}, "steps is 95, allowed: 0 to 94"),
+        ([1, 2], {"steps": 1.5}, "steps is 1.5, allowed: 0 to 94"),
+    ],
+)
+
+OBJECTS = [
+    *rows(
+        "model",
+        lambda w, call: call("checkpoints/tiny", [1]),
+        [
+            (call, "model: given 'checkpoints/tiny', expected a LanguageModel, such as muse_jax.load(", TypeError)
+            for call in (generate, stream, parity)
+        ],
+    ),
+    *rows(
+        "guarantee",
+        lambda w, devices: guarantee(devices),
+        [
+            ([], "devices: given [], expected a mesh or JAX devices, such as jax.devices() gives"),
+            ("cpu", "devices: given 'cpu', expected a mesh or JAX devices, such as jax.devices() gives"),
+        ],
+    ),
+]
+
 ARGUMENTS = [
     *CONFIG, *DRAFT_CONFIG, *DRAFTS, *MESHES, *PROMPTS, *OPTIONS, *SAMPLED, *STREAMS, *STEPS, *REFERENCE, *UPDATES,
-    *INSPECTED,
+    *INSPECTED, *COMPARED, *OBJECTS,
 ]  # fmt: skip

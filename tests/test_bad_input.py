@@ -30,6 +30,7 @@ from muse_jax.errors import CheckpointError, ProblemsError
 from muse_jax.tokenizer import byte_tokenizer, load_tokenizer
 from muse_jax.weights import convert, export_hf, random_params, save
 from muse_jax.weights.orbax_io import OrbaxTarget
+from muse_jax.weights.quantize import write_input_scales
 from muse_jax.weights.safetensors_file import FileWriter
 from muse_jax.weights.safetensors_io import INDEX_FILE
 
@@ -126,6 +127,14 @@ def is_a_folder(name: str):
     return change
 
 
+def is_a_pipe(name: str):
+    def change(model):
+        (model / name).unlink()
+        os.mkfifo(model / name)
+
+    return change
+
+
 def cut(name: str):
     return lambda model: os.truncate(file_of(model, name), 300)
 
@@ -201,6 +210,12 @@ LOAD = [
         f"{LMK}{N}: expected finite numbers, found 1 other(s), the first one nan at [3]",
     ),
     ("file-cut-off", copied("hf", cut(N)), "cannot be read as safetensors ... "),
+    ("file-is-a-pipe", copied("hf", is_a_pipe(INDEX_FILE)), f"{INDEX_FILE}: a pipe, which may never end"),
+    (
+        "weights-are-a-pipe", copied("hf", lambda m: is_a_pipe(file_of(m, N).name)(m)),
+        "is not a file; download it again",
+    ),
+    ("tokenizer", copied("hf", written("tokenizer.json", b"{}")), "tokenizer.json: not a tokenizer ("),
     ("file-missing", copied("hf", lambda m: file_of(m, N).unlink()), "model-0000 ... missing ... "),
     ("index-json", copied("hf", written(INDEX_FILE, b"{")), f"{INDEX_FILE}: not valid JSON ("),
     ("chunk-missing", copied("ours", lambda m: chunk(m).unlink()), "missing ... copy the checkpoint again, or make it"),
@@ -230,6 +245,18 @@ CONVERT = [
     ),
     (
         "scales", "ours", {"input_scales": "x"}, "input_scales: of no use without quantize", ValueError, None,
+    ),
+    (
+        "foreign", "ours", {}, ".new.partial exists and is not what an earlier run left; move it, or choose another",
+        CheckpointError, made(".new.partial"),
+    ),
+    (
+        "foreign-file", "ours", {}, ".new.partial exists and is not what an earlier run left",
+        CheckpointError, lambda w, f, p: (f / ".new.partial").write_text("keep"),
+    ),
+    (
+        "foreign-beside", "ours", {}, ".new.partial exists and is not what an earlier run left",
+        CheckpointError, lambda w, f, p: (made("new")(w, f, p), made(".new.partial")(w, f, p)),
     ),
     ("exists", "ours", {}, "exists already; choose another name, or remove it", CheckpointError, made("new")),
     (
@@ -283,13 +310,19 @@ FILES = [
     ),
     Row(
         "convert-below-a-file", lambda w, folder: convert_checkpoint(w.ours, folder / "file" / "new"),
-        ("cannot write ... Not a directory ... ",), CheckpointError, lambda w, f, p: (f / "file").write_text("keep"),
+        ("cannot write ... Not a directory ... nothing was written",), CheckpointError,
+        lambda w, f, p: (f / "file").write_text("keep"),
     ),
     writes("save-exists", save, "exists already; choose another name, remove it, or pass overwrite=True", made("new")),
     writes("save-no-space", save, NO_SPACE, full_disk(OrbaxTarget, "write")),
     writes("export-exists", export_hf, "exists already; choose another name, remove it, or pass", made("new")),
     writes("export-no-space", export_hf, NO_SPACE, full_disk(FileWriter, "write")),
     writes("export-incomplete", incomplete, f"{N}: missing, expected bfloat16 [128]", None),
+    Row(
+        "scales-below-nothing",
+        lambda w, folder: write_input_scales(folder / "none" / "new", {"x": np.ones(3, np.float32)}, {}),
+        ("No such file or directory ... nothing is left of it",), CheckpointError,
+    ),
     Row(
         "inspect-nothing", lambda w, folder: muse_jax.inspect_checkpoint(folder / "none"),
         ("no such folder; check the path",), CheckpointError,
@@ -323,6 +356,19 @@ def test_row(world, tmp_path, monkeypatch, row):
         assert len(caught.value.problems) == len(row.says), text
     world.check()
     assert tree(tmp_path) == before
+
+
+def test_a_broken_tokenizer_is_found_by_looking(world, tmp_path):
+    copied("ours", written("tokenizer.json", b"{}"))(world, tmp_path, None)
+    (problem,) = muse_jax.inspect_checkpoint(tmp_path / "model").problems
+    assert problem.startswith("tokenizer.json: not a tokenizer (")
+
+
+def test_stop_strings_from_an_iterator(world):
+    text = muse_jax.generate(world.model, [3, 1, 4], max_new_tokens=12).texts[0]
+    stop = next(c for c in text[2:] if c != "\ufffd")
+    found = muse_jax.generate(world.model, [3, 1, 4], max_new_tokens=12, stop_strings=iter([stop]))
+    assert found.finish_reasons == ["stop_string"] and found.texts == [text.partition(stop)[0]]
 
 
 # Ctrl-C --------------------------------------------------------------------------------------------------------------

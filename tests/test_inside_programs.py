@@ -88,6 +88,22 @@ def test_any_context_mesh(model, want, mesh):
         same(a, b)
 
 
+def test_strict_promotion(model, want):
+    """A caller's settings of dtype and rank promotion are the caller's: they change nothing and break nothing."""
+    options = dict(max_new_tokens=8, stop_ids=(), sampling=Sampling(temperature=1.5), logprobs=0)
+    keys = jax.random.split(jax.random.key(1), 2)
+    full = Sampling(temperature=1.5, top_k=5, top_p=0.9, min_p=0.01, logit_bias={3: 2.0})
+    whole = generate(model, PROMPTS, keys=keys, **options)
+    with jax.numpy_dtype_promotion("strict"), jax.numpy_rank_promotion("raise"):
+        same(jax.jit(three_steps)(model.weights, start(model), jnp.asarray(TOKENS)), want)
+        strict = generate(model, PROMPTS, keys=keys, **options)
+        as_choice([full, Sampling(temperature=0)], keys, batch=2, vocab=model.config.vocab_size)
+        assert model.reference([PROMPTS[0]]).shape == (1, len(PROMPTS[0]), model.config.vocab_size)
+    assert strict.tokens == whole.tokens
+    for mine, theirs in zip(strict.log_probs, whole.log_probs, strict=True):
+        same(mine, theirs)
+
+
 def test_a_model_made_on_an_explicit_mesh(model, want):
     mesh = mesh_of(AxisType.Explicit, 8)
     with jax.set_mesh(mesh):

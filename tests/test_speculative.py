@@ -533,5 +533,5 @@ def test_parity_with_a_draft_to_the_last_position(model):
     prompt = [1, 2, 3] * 50
     draft = Scripted(jnp.zeros((1, LIMIT), jnp.int32), 0.0, 8)
     assert parity(model, prompt, steps=LIMIT - 150, draft=draft).differing_bytes == 0
-    with pytest.raises(ValueError, match="capacity is 161, allowed: 1 to 160"):
+    with pytest.raises(ValueError, match="steps is 11, allowed: 0 to 10"):
         parity(model, prompt, steps=LIMIT - 149, draft=draft)

@@ -1,7 +1,7 @@
 """The fused decode step: weights, state, rows, and the two custom calls."""
 
 from muse_jax.decode.hlo import custom_calls
-from muse_jax.decode.prefill import as_prompts, prefill, prefill_whole
+from muse_jax.decode.prefill import Prompts, TokenIds, as_prompts, prefill, prefill_whole
 from muse_jax.decode.rows import MAX_ROWS, Rows, chain_rows, next_rows, tree_rows
 from muse_jax.decode.state import DecodeState, init_state
 from muse_jax.decode.step import (
@@ -21,9 +21,11 @@ __all__ = [
     "MAX_ROWS",
     "DecodeState",
     "DecodeWeights",
+    "Prompts",
     "Rows",
     "StepOutput",
     "Taps",
+    "TokenIds",
     "as_prompts",
     "chain_rows",
     "check_state",

@@ -20,6 +20,11 @@ from muse_jax.decode.weights import DecodeWeights
 from muse_jax.mesh import AXIS, RANKS, in_own_mesh
 from muse_jax.profiling import host_phase
 
+TokenIds = Sequence[int] | np.ndarray | jax.Array
+"""Of one text: whole numbers, in an array [T]."""
+Prompts = TokenIds | Sequence[TokenIds]
+"""Of one text or of several, each of its own length; an array [B, T] if they have one length."""
+
 
 def as_prompts(prompts: Any) -> list[list[int]]:
     """One prompt (token ids) or several -> a list of prompts; lists, NumPy and JAX arrays all do.
@@ -30,7 +35,7 @@ def as_prompts(prompts: Any) -> list[list[int]]:
     refuse_tracing(prompts)
     try:
         rows = [np.asarray(prompts)] if np.ndim(prompts[0]) == 0 else [np.asarray(p) for p in prompts]
-    except (TypeError, IndexError, ValueError):
+    except (TypeError, LookupError, ValueError):
         rows = [np.asarray(p) for p in prompts] if isinstance(prompts, list | tuple) else [np.asarray(prompts)]
     for row in rows:
         if row.ndim != 1 or (row.size and not np.issubdtype(row.dtype, np.integer)):

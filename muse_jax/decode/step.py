@@ -104,8 +104,9 @@ def run_layers(
         (stream fp32 [T, H], state, taps or None).
 
     Raises:
-        ValueError: shapes, dtypes or the range are wrong. Values (tokens, positions, ancestors, capacity) are checked
-        in the call before anything is written, and end in jax.errors.JaxRuntimeError.
+        ValueError: shapes, dtypes or the range are wrong.
+        jax.errors.JaxRuntimeError: values are (tokens, positions, ancestors, capacity): they are checked in the call,
+            before anything is written.
     """
     config, mesh = weights.config, weights.mesh
     begin, end = layers if layers is not None else (0, config.num_hidden_layers)
@@ -170,7 +171,9 @@ def run_head(
     """Final norm, vocabulary projection and argmax in one custom call.
 
     Args:
-        weights, state, rows: as given to (and returned by) `run_layers`.
+        weights: as given to `run_layers`.
+        state: what `run_layers` returned.
+        rows: as given to `run_layers`.
         stream: fp32 [T, H] after the last layer.
         wait_limit: as in `run_layers`.
     """

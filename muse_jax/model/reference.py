@@ -1,7 +1,7 @@
 """The expert-parallel reference: the model in one `jax.shard_map`, tokens and experts spread over the devices."""
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -20,6 +20,9 @@ from muse_jax.model.moves import all_tokens
 from muse_jax.model.muse_spark import MuseSpark
 from muse_jax.profiling import host_phase
 from muse_jax.weights.names import check_params, stored_formats
+
+Tokens = ArrayLike | Sequence[Sequence[int]]
+"""Ids [B, T] of whole sequences."""
 
 Params = Mapping[str, jax.Array]
 """Parameters by name, see docs/architecture.md."""
@@ -88,31 +91,35 @@ class Reference:
 
     @in_own_mesh
     @host_phase("muse_reference")
-    def forward(self, params: Params, tokens: ArrayLike) -> jax.Array:
+    def forward(self, params: Params, tokens: Tokens) -> jax.Array:
         """Logits fp32 [B, T, vocab_size]."""
         tokens = self._check(tokens)
         return self._forward(dict(params), tokens, tokens)
 
     @in_own_mesh
     @host_phase("muse_reference")
-    def taps(self, params: Params, tokens: ArrayLike) -> dict[str, jax.Array]:
+    def taps(self, params: Params, tokens: Tokens) -> dict[str, jax.Array]:
         """All intermediate arrays named in docs/architecture.md, [B, T, ...], logits included."""
         tokens = self._check(tokens)
         return self._taps(dict(params), tokens, tokens)
 
     @in_own_mesh
     @host_phase("muse_reference")
-    def log_probs(self, params: Params, tokens: ArrayLike) -> jax.Array:
+    def log_probs(self, params: Params, tokens: Tokens) -> jax.Array:
         """fp32 [B, T - 1]: the log-probability of each token from the second on, given those before it (T >= 2)."""
         tokens = self._check(tokens, least=2)
         following = jnp.pad(tokens[:, 1:], ((0, 0), (0, 1)))
         return self._log_probs(dict(params), tokens, following)[:, :-1]
 
-    def _check(self, tokens: ArrayLike, least: int = 1) -> jax.Array:
+    def _check(self, tokens: Tokens, least: int = 1) -> jax.Array:
         """The tokens as int32 [B, T], or ValueError."""
         config = self.config
         if not isinstance(tokens, jax.Array):
-            tokens = np.asarray(tokens)
+            try:
+                tokens = np.asarray(tokens)
+            except ValueError as error:
+                raise ValueError("tokens: given rows of different lengths, expected [batch, length]") from error
+            tokens = tokens if tokens.size else tokens.astype(np.int32)  # [] is float64
         if not np.issubdtype(tokens.dtype, np.integer):
             raise ValueError(f"tokens: given {tokens.dtype}, expected integers")
         if tokens.ndim != 2:

@@ -26,8 +26,12 @@ def prefill_both(
     """Prompts into an empty state.
 
     Args:
-        weights, state, prompts, chunk, on_chunk: as in `muse_jax.decode.prefill`.
+        weights: as in `muse_jax.decode.prefill`.
+        state: as in `prefill`.
+        prompts: as in `prefill`.
         draft: starts, and sees all prompts.
+        chunk: as in `prefill`.
+        on_chunk: as in `prefill`.
 
     Returns:
         (output after each prompt's last token, state, (the draft's carry, no tokens that it has yet to see)).

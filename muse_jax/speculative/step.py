@@ -54,9 +54,11 @@ def speculative_step(
     """One step of the target for every sequence, plain (`NoDraft`) or speculative.
 
     Args:
-        weights, state: the target's; donate the state.
-        draft, carry: the draft, and (its state, what the last step committed), which together are all committed tokens;
-            () for `NoDraft`.
+        weights: the target's.
+        state: the target's; donate it.
+        draft: proposes the tree.
+        carry: (the draft's state, what the last step committed), which together are all committed tokens; () for
+            `NoDraft`.
         token: int32 [B], the newest token of each sequence, whose K and V are not cached yet.
         active: bool [B]; other sequences cost nothing and stay as they are.
         choice: options and keys of the B sequences; None: greedy.

@@ -77,7 +77,7 @@ def convert_checkpoint(
         ValueError: `to` or `source_rows` is none of the allowed words, or `input_scales` without `quantize`.
     """
     begin = time.monotonic()
-    folder, headline = Path(source), f"cannot convert {source}"
+    folder = Path(source)
     _check_choice("to", to, FORMS)
     _check_choice("source_rows", source_rows, ROW_ORDERS)
     contents, origin = open_source(folder, source_rows)
@@ -108,17 +108,22 @@ def convert_checkpoint(
                     growing.record(f"{piece.name} {piece.start} {versions[piece.name]}")
 
                 if problems := transfer(origin, made, done=done, record=record, progress=progress):
-                    raise CheckpointError(headline, problems)
+                    raise CheckpointError(f"cannot convert {source} ({_what_stays(growing)})", problems)
                 for name in _CARRIED:
                     if (folder / name).is_file():
                         shutil.copyfile(folder / name, growing.content / name)
                 made.finish()
             growing.finish()
     except OSError as error:
-        hint = f"what is written stays in {growing.partial}: the same call goes on with it"
-        raise CheckpointError(f"cannot write {growing.final}", [f"{error}; {hint}"]) from error
+        raise CheckpointError(f"cannot write {growing.final}", [f"{error}; {_what_stays(growing)}"]) from error
     left_out = {key: nbytes(tensor.shape, tensor.dtype) for key, tensor in contents.passed_over.items()}
     return Conversion(growing.final, to, total, resumed, time.monotonic() - begin, left_out)
+
+
+def _what_stays(growing: ResumableFolder) -> str:
+    if not growing.partial.is_dir():
+        return "nothing was written"
+    return f"what is written stays in {growing.partial}: the same call goes on with it"
 
 
 def _check_choice(name: str, given: str | None, allowed: tuple[str, ...]) -> None:

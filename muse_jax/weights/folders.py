@@ -11,7 +11,7 @@ from typing import Any
 
 from muse_jax.errors import CheckpointError
 
-_PLAN, _JOURNAL, _CONTENT = "plan.json", "journal.txt", "content"
+_PLAN, _NEW_PLAN, _JOURNAL, _CONTENT = "plan.json", "plan.json.new", "journal.txt", "content"
 
 
 @contextlib.contextmanager
@@ -67,7 +67,8 @@ class ResumableFolder:
         """Looks at what earlier runs have left; makes nothing.
 
         Raises:
-            CheckpointError: `path` exists already, or an earlier run had another plan.
+            CheckpointError: `path` exists already, an earlier run had another plan, or what lies beside it under the
+                name of the growing folder is not one.
         """
         self.final = Path(path).absolute()
         self.partial = self.final.with_name(f".{self.final.name}.partial")
@@ -75,6 +76,9 @@ class ResumableFolder:
         self._plan = json.dumps(plan, indent=1, sort_keys=True) + "\n"
         self._journal = self.partial / _JOURNAL
         headline = f"cannot write {self.final}"
+        if os.path.lexists(self.partial) and (self.partial.is_symlink() or not self._is_ours()):
+            reason = f"{self.partial} exists and is not what an earlier run left; move it, or choose another name"
+            raise CheckpointError(headline, [reason])
         plan_file = self.partial / _PLAN
         self.begun = plan_file.exists()
         """Whether there is something to go on with."""
@@ -85,6 +89,10 @@ class ResumableFolder:
         if self.begun and plan_file.read_text(encoding="utf-8") != self._plan:
             hint = "give the same source and options as then, or remove that folder to start anew"
             raise CheckpointError(headline, [f"{self.partial} was begun as another conversion; {hint}"])
+
+    def _is_ours(self) -> bool:
+        """Nothing but what runs leave, whenever they are stopped: the folder is removed at the end."""
+        return self.partial.is_dir() and {*os.listdir(self.partial)} <= {_PLAN, _NEW_PLAN, _JOURNAL, _CONTENT}
 
     def lines(self) -> list[str]:
         """What the journal has; a line that was cut off does not count."""
@@ -108,7 +116,7 @@ class ResumableFolder:
                 reason = f"another process is writing {self.partial}; wait for it, or stop it"
                 raise CheckpointError(f"cannot write {self.final}", [reason]) from None
             if not self.begun and not self.complete:
-                partial_plan = self.partial / f"{_PLAN}.new"
+                partial_plan = self.partial / _NEW_PLAN
                 partial_plan.write_text(self._plan, encoding="utf-8")
                 os.replace(partial_plan, self.partial / _PLAN)
             elif self._journal.exists():

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import jax
 import numpy as np
+from safetensors import SafetensorError
 from safetensors.numpy import save_file
 
 from muse_jax.config import MuseSparkConfig
@@ -100,10 +101,19 @@ class QuantizedSource:
 
 
 def write_input_scales(path: "str | os.PathLike[str]", scales: InputScales, about: Mapping[str, str]) -> None:
-    """A safetensors file of input scales; appears when complete. `about` is kept in its metadata."""
+    """A safetensors file of input scales; appears when complete. `about` is kept in its metadata.
+
+    Raises:
+        CheckpointError: the disk is full or cannot be written.
+    """
     partial = Path(f"{path}.partial")
-    save_file(dict(scales), partial, metadata={"format": "pt", **about})
-    os.replace(partial, path)
+    try:
+        save_file(dict(scales), partial, metadata={"format": "pt", **about})
+        os.replace(partial, path)
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(f"cannot write {path}", [f"{error}; nothing is left of it"]) from error
+    finally:
+        partial.unlink(missing_ok=True)
 
 
 def read_input_scales(path: "str | os.PathLike[str]", specs: Mapping[str, ParamSpec]) -> dict[str, np.ndarray]:

@@ -71,7 +71,7 @@ def check_update(config: MuseSparkConfig, mesh: Mesh, params: Mapping[str, Any])
     known = {name: x for name, x in arrays.items() if name in specs}
     problems += compare({name: specs[name] for name in known}, known, lambda name: name)
     for name in arrays.keys() - known.keys():
-        near = difflib.get_close_matches(name, specs, 1)
+        near = difflib.get_close_matches(str(name), specs, 1)
         problems.append(f"{name}: no such parameter" + (f"; did you mean {near[0]}?" if near else ""))
     for name, x in known.items():
         wanted = specs[name].sharding(mesh)

@@ -76,6 +76,8 @@ def open_file(path: Path) -> dict[str, Tensor]:
     Raises:
         UnreadableFile: missing, truncated, damaged header, or a dtype NumPy cannot hold.
     """
+    if path.exists() and not path.is_file():  # a pipe would be waited for
+        raise UnreadableFile("is not a file; download it again")
     try:
         with safe_open(path, framework="numpy"):
             pass

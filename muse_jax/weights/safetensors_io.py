@@ -176,7 +176,7 @@ class _Files:
         self.lost: set[str] = set()
         """Names that the index places in a file already reported: their absence is no news."""
         self.nothing_to_compare = False
-        index = self._read_index(folder) if (folder / INDEX_FILE).is_file() else None
+        index = self._read_index(folder) if (folder / INDEX_FILE).exists() else None
         if index is not None:
             names = sorted(set(index.values()))
         elif (folder / SINGLE_FILE).is_file():
