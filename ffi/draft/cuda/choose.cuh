@@ -55,24 +55,35 @@ class DraftChoice : public DraftPhases {
 
   // The best of all blocks'; for DFlash also the sums over the whole vocabulary, an eighth of it for half a warp.
   __device__ void best_of_all() {
-    const int k = static_cast<int>(p_.top_k), n = blocks() * k;
-    for (int row = warp(); row < rows(); row += warps()) {
+    const int k = static_cast<int>(p_.top_k), n = blocks() * k, w = static_cast<int>(threadIdx.x / 32);
+    auto* of_warps = reinterpret_cast<uint64_t*>(s_.region);
+    for (int row = block(); row < rows(); row += blocks()) {
       const uint64_t* keys = at<uint64_t>(s_.offsets.best) + int64_t{row} * n;
+      const Range own = part(n, w, kWarps);
       DraftBest best;
 #pragma unroll 1
-      for (int first = 0; first < n; first += 32 * kAtOnce) {
+      for (int first = own.begin; first < own.end; first += 32 * kAtOnce) {
         uint64_t key[kAtOnce];
 #pragma unroll
         for (int e = 0; e < kAtOnce; ++e)
           key[e] = __ldcg(reinterpret_cast<const unsigned long long*>(keys) + min(first + e * 32 + lane(), n - 1));
 #pragma unroll 1
-        for (int at = first + lane(); at < first + 32 * kAtOnce; at += 32) {
-          best.offer(at < n ? key[0] : 0, k);
+        for (int at = first + lane(); at < min(own.end + lane(), first + 32 * kAtOnce); at += 32) {
+          best.offer(at < own.end ? key[0] : 0, k);
 #pragma unroll
           for (int e = 0; e + 1 < kAtOnce; ++e) key[e] = key[e + 1];
         }
       }
-      if (lane() < k) at<uint64_t>(s_.offsets.ids)[row * k + lane()] = best.mine();
+      if (lane() < k) of_warps[w * k + lane()] = best.mine();
+      sync_block();
+      if (w == 0) {
+        DraftBest all;
+#pragma unroll 1
+        for (int first = 0; first < kWarps * k; first += 32)
+          all.offer(first + lane() < kWarps * k ? of_warps[first + lane()] : 0, k);
+        if (lane() < k) at<uint64_t>(s_.offsets.ids)[row * k + lane()] = all.mine();
+      }
+      sync_block();
     }
     if (p_.is_v2()) return;
     const int length = static_cast<int>(p_.vocab) / kSegments, j = lane() % kLanes;

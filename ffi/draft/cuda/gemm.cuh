@@ -17,15 +17,11 @@ __device__ __forceinline__ Range draft_groups(const DraftJob& job) {
   return {range.begin * at_once, range.end * at_once};
 }
 
-// Groups of the next batch, of `left`: even batches, because each reads the operand once.
-__device__ __forceinline__ int draft_batch(const DraftJob& job, int left) {
-  if (job.output == DraftOutput::kSwiglu) return min(left, kDraftGroups);
-  const int batches = (left + kDraftGroups - 1) / kDraftGroups;
-  return (left + batches - 1) / batches;
-}
+// Groups of the next batch, of `left`: four, two or one, whose steps fill a ring slot.
+__device__ __forceinline__ int draft_batch(int left) { return left >= kDraftGroups ? kDraftGroups : min(left, 2); }
 
 // Steps of k that a ring slot holds of each of a batch's groups.
-__device__ __forceinline__ int draft_steps(int count) { return count <= 2 ? kDraftGroups / count : 1; }
+__device__ __forceinline__ int draft_steps(int count) { return kDraftGroups / count; }
 
 // The matrix of a group, and the group's number in it.
 struct DraftGroup {
@@ -66,9 +62,9 @@ __device__ __noinline__ void next_draft_batch() {
   int count = 0;
   DraftGroup at{};
   if (found) {
-    count = draft_batch(s.table[job], draft_groups(s.table[job]).end - group);
+    count = draft_batch(draft_groups(s.table[job]).end - group);
     const int piece = static_cast<int>(threadIdx.x % kDraftGroups);
-    at = draft_group(s, s.table[job], group + (count <= 2 ? piece % count : min(piece, count - 1)));
+    at = draft_group(s, s.table[job], group + piece % count);
   }
   __syncwarp();
   if (const int lane = static_cast<int>(threadIdx.x % 32); lane < kDraftGroups && found) {
@@ -140,13 +136,13 @@ class DraftGemm : public DraftPhases {
     for (int pass = 0; pass < draft_passes(job.tokens); ++pass)
 #pragma unroll 1
       for (int group = groups.begin; group < groups.end;) {
-        const int count = draft_batch(job, groups.end - group);
+        const int count = draft_batch(groups.end - group);
         if (count == 1)
-          multiply<1>(job, pass, group, count);
+          multiply<1>(job, pass, group);
         else if (count == 2)
-          multiply<2>(job, pass, group, count);
+          multiply<2>(job, pass, group);
         else
-          multiply<kDraftGroups>(job, pass, group, count);
+          multiply<kDraftGroups>(job, pass, group);
         group += count;
       }
     leave();
@@ -182,15 +178,14 @@ class DraftGemm : public DraftPhases {
 #pragma unroll
       for (int j = 0; j < kDraftGroups; ++j) {
         const int k = (step_ + (count_ == 1 ? j : count_ == 2 ? j / 2 : 0)) * kDraftStep;
-        if (count_ != 3 || j < 3)
 #pragma unroll
-          for (int half = 0; half < 2; ++half)
+        for (int half = 0; half < 2; ++half)
 #pragma unroll
-            for (int q = 0; q < 2; ++q) {
-              const bool inside = k + 32 * q + lane() % 4 * 8 < length_;
-              copy_weights16(to + (((j * 2 + half) * 2 + q) * 32 + lane()) * 16,
-                             weights_[j][half] + (inside ? k + 32 * q : 0), inside, policy_);
-            }
+          for (int q = 0; q < 2; ++q) {
+            const bool inside = k + 32 * q + lane() % 4 * 8 < length_;
+            copy_weights16(to + (((j * 2 + half) * 2 + q) * 32 + lane()) * 16,
+                           weights_[j][half] + (inside ? k + 32 * q : 0), inside, policy_);
+          }
       }
       step_ += draft_steps(count_);
       if (step_ * kDraftStep >= length_) {
@@ -221,7 +216,7 @@ class DraftGemm : public DraftPhases {
   using Accumulators = float[kGroups][2][4];
 
   template <int kGroups>
-  __device__ void multiply(const DraftJob& job, int pass, int group, int count) {
+  __device__ void multiply(const DraftJob& job, int pass, int group) {
     constexpr int kSteps = kDraftGroups / kGroups, kBlocks = kSteps * kDraftStep / 16;
     constexpr int kAtOnce = kBlocks < 8 ? kBlocks : 8;  // whose token operand is in registers, and the next as many
     Accumulators<kGroups> acc = {};
@@ -249,26 +244,23 @@ class DraftGemm : public DraftPhases {
         if (block + 2 * two >= blocks) break;
         uint32_t a[kGroups][2][4];
 #pragma unroll
-        for (int j = 0; j < kGroups; ++j)  // of all groups, or junk
-          weights_of(from + ((two / 2 * kGroups + j) * 2 * 2 + two % 2) * 512, a[j]);
+        for (int j = 0; j < kGroups; ++j) weights_of(from + ((two / 2 * kGroups + j) * 2 * 2 + two % 2) * 512, a[j]);
 #pragma unroll
         for (int e = 0; e < 2; ++e) {
           if (block + 2 * two + e >= blocks) break;
           const uint4& t = tokens[2 * two % kAtOnce + e];
           const uint32_t low[2] = {t.x, t.y}, high[2] = {t.z, t.w};
 #pragma unroll
-          for (int j = 0; j < kGroups; ++j)
-            if (j < count) mma_bf16(acc[j][0], a[j][e], low);
+          for (int j = 0; j < kGroups; ++j) mma_bf16(acc[j][0], a[j][e], low);
           if (!both) continue;
 #pragma unroll
-          for (int j = 0; j < kGroups; ++j)
-            if (j < count) mma_bf16(acc[j][1], a[j][e], high);
+          for (int j = 0; j < kGroups; ++j) mma_bf16(acc[j][1], a[j][e], high);
         }
       }
       if (++slot_ == kDraftSlots) slot_ = 0;
       fetch();
     }
-    finish<kGroups>(pass, group, count, acc);
+    finish<kGroups>(pass, group, acc);
   }
 
   // Two blocks of 16 k of a group, as the A operand: a lane fetched eight numbers that follow each other, of which four
@@ -292,12 +284,11 @@ class DraftGemm : public DraftPhases {
 
   // Two groups' sums at a time into the region, for those who add and store.
   template <int kGroups>
-  __device__ void finish(int pass, int group, int count, const Accumulators<kGroups>& acc) {
+  __device__ void finish(int pass, int group, const Accumulators<kGroups>& acc) {
     auto* sums = reinterpret_cast<float*>(s_.region);
     const int g = lane() / 4, t = lane() % 4;
 #pragma unroll
     for (int j0 = 0; j0 < kGroups; j0 += 2) {
-      if (j0 >= count) break;
 #pragma unroll
       for (int j = 0; j < 2 && j0 + j < kGroups; ++j)
 #pragma unroll
@@ -307,7 +298,7 @@ class DraftGemm : public DraftPhases {
             *reinterpret_cast<float2*>(sums + ((segment() * 2 + j) * 16 + g + 8 * r) * 16 + 8 * b + 2 * t) = {
                 acc[j0 + j][b][2 * r], acc[j0 + j][b][2 * r + 1]};
       sync_block();
-      store_draft_groups(pass, group + j0, min(2, count - j0));
+      store_draft_groups(pass, group + j0, min(2, kGroups));
       sync_block();
     }
   }
