@@ -211,9 +211,10 @@ std::string Communicator::failure() const {
     if (code == kFine) continue;
     text += (text.empty() ? "" : "; ") + ("rank " + std::to_string(rank));
     if (code == kBadRows)
-      text += ": row " + std::to_string(r.source) +
-              " of the step has a token, sequence, position or ancestors out of range, or exceeds the capacity (a token of "
-              "-1 is what a draft leaves that gave up waiting)";
+      text +=
+          ": row " + std::to_string(r.source) +
+          " of the step has a token, sequence, position or ancestors out of range, or exceeds the capacity (a token of "
+          "-1 is what a draft leaves that gave up waiting)";
     else
       text += " waited in layer " + std::to_string(r.layer) + ", " + phase_name(r.phase) + ", for rank " +
               std::to_string(r.source);
