@@ -1,15 +1,19 @@
-"""Texts with a draft against texts without: differing tokens and bytes, and tokens per step by how good the draft is.
+"""Texts with a draft against texts without: differing tokens and bytes, tokens per step and tokens per second.
 
     python benchmarks/speculative.py [--cases 260] [--tokens 100] [--json FILE]
 
-A small model with random weights; the draft knows the text and errs as often as it is told, in random trees and chains.
-A case is four prompts, every third sampled. Exit code 1 if anything differs.
+A small model with random weights; the draft knows the text and errs as often as it is told, in random trees and chains
+of 2 to 16 nodes. A case is four prompts, every third sampled. Exit code 1 if anything differs.
+
+Speeds are of this small model with a draft that costs nothing: what verification and acceptance bring and cost. What a
+step costs at released shapes is drafted_step.py's. On CPUs only the ratio is printed.
 """
 
 import argparse
 import dataclasses
 import itertools
 import os
+import time
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +30,10 @@ from muse_jax.speculative import Seen, TokenTree, make_tree
 from muse_jax.weights import random_params
 
 BATCH, PROMPT = 4, 6
+KINDS = [(right, 16, branches) for right in (0.0, 1.0) for branches in (True, False)] + [
+    (0.85, width, branches) for width in (2, 4, 8, 16) for branches in (True, False)
+]
+"""How often a node is right, nodes of a tree, and whether it has branches."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,35 +93,68 @@ def differing(a: Generation, b: Generation) -> tuple[int, int]:
     return tokens, int((flat[0] != flat[1]).sum()) if len(flat[0]) == len(flat[1]) else max(map(len, flat))
 
 
+@dataclasses.dataclass
+class Tally:
+    """What the cases of one kind came to."""
+
+    accepted: np.ndarray
+    """int64 [W + 1]: steps that brought so many tokens."""
+    tokens: int = 0
+    """Of the cases that were timed: all but a kind's first two, which compile (greedy and sampled)."""
+    plain: float = 0.0
+    drafted: float = 0.0
+    """Seconds that these took."""
+    seen: set[bool] = dataclasses.field(default_factory=set)
+
+
 def run(cases: int, tokens: int) -> dict[str, Any]:
     """All cases; the report."""
     model, rng = small_model(), np.random.default_rng(0)
-    kinds = [(0.0, 16, True), (0.85, 16, True), (0.9, 16, False), (0.6, 8, True)]
-    accepted = [np.zeros(width + 1, int) for _, width, _ in kinds]
+    tallies = [Tally(np.zeros(width + 1, int)) for _, width, _ in KINDS]
     total, wrong_tokens, wrong_bytes = 0, 0, 0
     for case in range(cases):
-        prompts = rng.integers(0, 64, (BATCH, PROMPT)).tolist()
+        prompts, sampled = rng.integers(0, 64, (BATCH, PROMPT)).tolist(), case % 3 == 2
         given: dict[str, Any] = dict(max_new_tokens=tokens, stop_ids=(), logprobs=0)
-        if case % 3 == 2:
+        if sampled:
             given |= dict(sampling=Sampling(temperature=1.0), keys=jax.random.split(jax.random.key(case), BATCH))
+        begin = time.perf_counter()
         plain = generate(model, prompts, **given)
+        middle = time.perf_counter()
         text = np.zeros((BATCH, PROMPT + tokens + 2 * MAX_ROWS), np.int32)
         for row, prompt, made in zip(text, prompts, plain.tokens, strict=True):
             row[: len(prompt) + len(made)] = prompt + made
-        kind = case % len(kinds)
-        drafted = generate(model, prompts, draft=KnowingDraft(jnp.asarray(text), *kinds[kind]), **given)
+        kind, tally = KINDS[case % len(KINDS)], tallies[case % len(KINDS)]
+        draft = KnowingDraft(jnp.asarray(text), *kind)
+        ready = time.perf_counter()
+        drafted = generate(model, prompts, draft=draft, **given)
+        if sampled in tally.seen:
+            tally.plain += middle - begin
+            tally.drafted += time.perf_counter() - ready
+            tally.tokens += sum(map(len, plain.tokens))
+        tally.seen.add(sampled)
         tokens_off, bytes_off = differing(drafted, plain)
         wrong_tokens, wrong_bytes = wrong_tokens + tokens_off, wrong_bytes + bytes_off
         total += sum(map(len, plain.tokens))
         assert drafted.acceptance is not None
-        accepted[kind] += drafted.acceptance.histogram
+        tally.accepted += drafted.acceptance.histogram
     drafts = [
         {"right": right, "nodes": width, "trees": "random" if branches else "chains",
-         "tokens_per_step": float(np.arange(width + 1) @ counts / max(counts.sum(), 1))}
-        for (right, width, branches), counts in zip(kinds, accepted, strict=True)
+         "tokens_per_step": float(np.arange(width + 1) @ t.accepted / max(t.accepted.sum(), 1)),
+         "timed_tokens": t.tokens, "plain_seconds": t.plain, "drafted_seconds": t.drafted}
+        for (right, width, branches), t in zip(KINDS, tallies, strict=True)
     ]  # fmt: skip
-    return {"device": jax.devices()[0].device_kind, "jax": jax.__version__, "cases": cases, "tokens": total,
-            "differing_tokens": wrong_tokens, "differing_bytes": wrong_bytes, "drafts": drafts}  # fmt: skip
+    return {"device": jax.devices()[0].device_kind, "platform": jax.default_backend(), "jax": jax.__version__,
+            "cases": cases, "tokens": total, "differing_tokens": wrong_tokens, "differing_bytes": wrong_bytes,
+            "drafts": drafts}  # fmt: skip
+
+
+def speed(line: dict[str, Any], on_gpu: bool) -> str:
+    """Of one kind, where it was timed."""
+    if not line["timed_tokens"]:
+        return ""
+    plain, drafted = line["plain_seconds"], line["drafted_seconds"]
+    ratio = f", {plain / drafted:.2f} times as fast as without"
+    return f", {line['timed_tokens'] / drafted:,.0f} tokens/s{ratio}" if on_gpu else ratio
 
 
 def main() -> None:
@@ -131,7 +172,8 @@ def main() -> None:
     )
     for line in report["drafts"]:
         share, nodes, kind = f"{line['right']:.0%}", line["nodes"], line["trees"]
-        print(f"  {share:>4} right, {nodes:2} nodes, {kind:7} {line['tokens_per_step']:.2f} tokens per step")
+        rate = speed(line, report["platform"] == "gpu")
+        print(f"  {share:>4} right, {nodes:2} nodes, {kind:7} {line['tokens_per_step']:5.2f} tokens per step{rate}")
     if options.json:
         write_json(options.json, report)
     if report["differing_tokens"] or report["differing_bytes"]:
