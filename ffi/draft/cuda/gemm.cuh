@@ -1,8 +1,7 @@
 // The GEMMs of a draft: row-major weights, read once per 16 tokens. A block takes a run of 16-row groups, a warp one of
 // the contract's K segments of each, four groups at a time. Where it has fewer, a step goes on in k, so that as many
-// bytes are under way. Its weights come by asynchronous copies through a ring of
-// its own, in which every lane reads what it fetched itself: nobody waits for anybody. The order of weights is known
-// from the start, so that a ring runs ahead across GEMMs and barriers, 25 MB in all.
+// bytes are under way. Its weights come by asynchronous copies through a ring of its own: no warp waits for another. The
+// order of weights is known from the start, so that a ring runs ahead across GEMMs and barriers, 25 MB in all.
 #pragma once
 
 #include "ffi/draft/cuda/shared.cuh"
@@ -93,7 +92,7 @@ __device__ __noinline__ void store_draft_groups(int pass, int group, int count) 
   if (job.output == DraftOutput::kSwiglu) {
     const int column = group / 2 * 16 + row, inner = static_cast<int>(s.call.plan.inner);
     auto* to = reinterpret_cast<uint16_t*>(s.call.workspace + s.offsets.operand[1]);
-    to[draft_operand_at(i, column, inner) + column % 4] = draft_swiglu(to_bf16(total(0)), to_bf16(total(1)));
+    to[draft_operand_at(i, column / 2 * 2, inner) + column % 2] = draft_swiglu(to_bf16(total(0)), to_bf16(total(1)));
     return;
   }
 #pragma unroll 1
@@ -156,36 +155,33 @@ class DraftGemm : public DraftPhases {
 
   // Fetching. ----------------------------------------------------------------------------------------------------
 
-  // Pointers to the batch at the cursor: the lane's sixteen bytes of rows g and g + 8 of each piece.
+  // The batch at the cursor.
   __device__ __forceinline__ void aim() {
     const DraftCursor& c = cursor();
-    count_ = c.count, length_ = c.inner / kSegments;
-    const int column = segment() * length_ + lane() % 4 * 8;
+    count_ = c.count, inner_ = c.inner, length_ = c.inner / kSegments;
 #pragma unroll
-    for (int j = 0; j < kDraftGroups; ++j)
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const int row = min(lane() / 4 + 8 * half, c.rows[j]);  // what does not exist is not stored
-        weights_[j][half] = c.w[j] + row * c.inner + column;
-      }
+    for (int j = 0; j < kDraftGroups; ++j) rows_[j] = c.rows[j], weights_[j] = c.w[j] + segment() * length_;
   }
 
-  // One slot of weights, in a copy group of its own, empty at the end of all jobs. A slot holds a step of 64 k of each
-  // of four groups, or the next two of each of two, or four of one.
+  // One slot of weights, in a copy group of its own, empty at the end of all jobs. A slot holds four pieces, tiles of
+  // 16 rows and 64 k: a step of each of four groups, or the next two of each of two, or four of one. Eight lanes take
+  // the 128 bytes of a row.
   __device__ __forceinline__ void fetch() {
     if (count_ > 0) {
       const uint32_t to = slot_address(fetched_);
+      const int part = lane() % 8;
 #pragma unroll
       for (int j = 0; j < kDraftGroups; ++j) {
-        const int k = (step_ + (count_ == 1 ? j : count_ == 2 ? j / 2 : 0)) * kDraftStep;
+        const int k = (step_ + (count_ == 1 ? j : count_ == 2 ? j / 2 : 0)) * kDraftStep + part * 8;
+        const bool inside = k < length_;
+        const uint16_t* from = weights_[j] + (inside ? k : 0);
 #pragma unroll
-        for (int half = 0; half < 2; ++half)
-#pragma unroll
-          for (int q = 0; q < 2; ++q) {
-            const bool inside = k + 32 * q + lane() % 4 * 8 < length_;
-            copy_weights16(to + (((j * 2 + half) * 2 + q) * 32 + lane()) * 16,
-                           weights_[j][half] + (inside ? k + 32 * q : 0), inside, policy_);
-          }
+        for (int i = 0; i < 4; ++i) {
+          const int row = 4 * i + lane() / 8;
+          copy_weights16(to + j * kDraftPieceBytes + tile_offset(row, part),
+                         from + min(row, rows_[j]) * inner_,  // what does not exist is not stored
+                         inside, policy_);
+        }
       }
       step_ += draft_steps(count_);
       if (step_ * kDraftStep >= length_) {
@@ -232,54 +228,37 @@ class DraftGemm : public DraftPhases {
     load(0);
 #pragma unroll 1
     for (int block = 0; block < blocks; block += kBlocks) {
-      const uint32_t from = slot_address(slot_);
+      // Lanes 8 i to 8 i + 7 give the rows of matrix i: rows 0 to 7 and 8 to 15 of eight k, then of the next eight.
+      const uint32_t from = slot_address(slot_) + tile_offset(lane() % 16, lane() / 16);
 #pragma unroll
-      for (int two = 0; two < kBlocks / 2; ++two) {  // blocks
-        if (2 * two % kAtOnce == 0) {
+      for (int b = 0; b < kBlocks; ++b) {
+        if (b % kAtOnce == 0) {
 #pragma unroll
           for (int e = 0; e < kAtOnce; ++e) tokens[e] = next[e];
-          load(block + 2 * two + kAtOnce);  // ahead, because they come from L2
+          load(block + b + kAtOnce);  // ahead, because they come from L2
         }
-        if (two == 0) wait_copies<kDraftSlots - 1>();
-        if (block + 2 * two >= blocks) break;
-        uint32_t a[kGroups][2][4];
-#pragma unroll
-        for (int j = 0; j < kGroups; ++j) weights_of(from + ((two / 2 * kGroups + j) * 2 * 2 + two % 2) * 512, a[j]);
-#pragma unroll
-        for (int e = 0; e < 2; ++e) {
-          if (block + 2 * two + e >= blocks) break;
-          const uint4& t = tokens[2 * two % kAtOnce + e];
-          const uint32_t low[2] = {t.x, t.y}, high[2] = {t.z, t.w};
-#pragma unroll
-          for (int j = 0; j < kGroups; ++j) mma_bf16(acc[j][0], a[j][e], low);
-          if (!both) continue;
-#pragma unroll
-          for (int j = 0; j < kGroups; ++j) mma_bf16(acc[j][1], a[j][e], high);
+        if (b == 0) {
+          wait_copies<kDraftSlots - 1>();
+          __syncwarp();  // of all lanes
         }
+        if (block + b >= blocks) break;
+        uint32_t a[kGroups][4];
+#pragma unroll
+        for (int j = 0; j < kGroups; ++j)
+          load_matrices(a[j], (from + (b / 4 * kGroups + j) * kDraftPieceBytes) ^ (b % 4 * 32));
+        const uint4& t = tokens[b % kAtOnce];
+        const uint32_t low[2] = {t.x, t.y}, high[2] = {t.z, t.w};
+#pragma unroll
+        for (int j = 0; j < kGroups; ++j) mma_bf16(acc[j][0], a[j], low);
+        if (!both) continue;
+#pragma unroll
+        for (int j = 0; j < kGroups; ++j) mma_bf16(acc[j][1], a[j], high);
       }
       if (++slot_ == kDraftSlots) slot_ = 0;
+      __syncwarp();  // the slot has been read
       fetch();
     }
     finish<kGroups>(pass, group, acc);
-  }
-
-  // Two blocks of 16 k of a group, as the A operand: a lane fetched eight numbers that follow each other, of which four
-  // are of its neighbour's block. So lane 4 g + t has the k {0, 8, 4, 12}[t] and the next three of either block.
-  __device__ __forceinline__ void weights_of(uint32_t from, uint32_t (&a)[2][4]) const {
-    const bool first = lane() % 4 < 2;
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      uint32_t v[4];
-      asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];"
-                   : "=r"(v[0]), "=r"(v[1]), "=r"(v[2]), "=r"(v[3])
-                   : "r"(from + half * 1024 + lane() * 16));
-#pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        const uint32_t other = __shfl_xor_sync(~0u, first ? v[2 + i] : v[i], 2);
-        a[0][half + 2 * i] = first ? v[i] : other;
-        a[1][half + 2 * i] = first ? other : v[2 + i];
-      }
-    }
   }
 
   // Two groups' sums at a time into the region, for those who add and store.
@@ -305,8 +284,8 @@ class DraftGemm : public DraftPhases {
 
   uint64_t policy_;
   int slot_, fetched_, step_;  // the next to be read, the next to be filled, and with what
-  int count_, length_;
-  const uint16_t* weights_[kDraftGroups][2];
+  int count_, inner_, length_, rows_[kDraftGroups];
+  const uint16_t* weights_[kDraftGroups];
 };
 
 }  // namespace muse

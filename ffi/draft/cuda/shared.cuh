@@ -13,7 +13,7 @@ namespace muse {
 constexpr int kDraftSlots = 3;   // of a warp's weight ring
 constexpr int kDraftGroups = 4;  // 16-row groups of weights that a warp multiplies at once
 constexpr int kDraftStep = 64;   // k of a slot
-constexpr int kDraftSlotBytes = kDraftGroups * 16 * kDraftStep * 2;
+constexpr int kDraftPieceBytes = 16 * kDraftStep * 2, kDraftSlotBytes = kDraftGroups * kDraftPieceBytes;
 constexpr int kDraftRingBytes = kWarps * kDraftSlots * kDraftSlotBytes;
 constexpr int kDraftRegionBytes = 16384;  // at least, what phases use in turn
 
@@ -62,12 +62,11 @@ struct DraftShared {
 extern __shared__ __align__(128) unsigned char draft_memory[];
 __device__ __forceinline__ DraftShared& draft_shared() { return *reinterpret_cast<DraftShared*>(draft_memory); }
 
-// Where four numbers, of row i and columns k (a multiple of 4) and the next three, lie in a GEMM's operand: the order
-// in which lanes hold the B operand of mma.m16n8k16. Rows come in passes of 16, two tiles of eight; within a block of
-// 16 the columns are permuted as `weights_of` (gemm.cuh) gives them.
+// Where two numbers, of row i and columns k (even) and k + 1, lie in a GEMM's operand: the order in which lanes hold
+// the B operand of mma.m16n8k16. Rows come in passes of 16, two tiles of eight.
 __device__ __forceinline__ int64_t draft_operand_at(int i, int k, int inner) {
-  const int quad = k / 4 % 4, lane = i % 8 * 4 + ((quad & 1) << 1 | quad >> 1);
-  return ((int64_t{i / 16} * (inner / 16) + k / 16) * 32 + lane) * 8 + i % 16 / 8 * 4;
+  const int lane = i % 8 * 4 + k % 8 / 2;
+  return ((int64_t{i / 16} * (inner / 16) + k / 16) * 32 + lane) * 8 + i % 16 / 8 * 4 + k % 16 / 8 * 2;
 }
 
 __device__ __forceinline__ uint32_t two_bf16(uint16_t low, uint16_t high) {
