@@ -5,7 +5,7 @@
 ONE rank of eight on one GPU, all 62 layers with their own weights (67 GB, made on the device). Its seven peers are
 played by itself, so that no link is crossed: a benchmark's numbers. A case is rows:candidates:context; the routing of
 every layer and step is drawn anew, with a stated overlap, so that 16 rows hit about 49 experts of a layer. Each case is
-timed twice: the layers alone (run_layers), and the full step (run_layers and run_head).
+timed twice: the layers alone (run_layers), and the full step (run_step).
 
 The floor is what the step must read (dense weights, weights of the experts really hit, KV, the vocabulary's weights)
 over the reading bandwidth measured in the same run (read_bandwidth.cu). `--json FILE` also draws a PNG beside it.

@@ -48,7 +48,7 @@ CANDIDATES = 52
 """Experts of a layer among which the rows choose, as in decode_step.py's cases of 16 rows."""
 PROFILED = 5
 """Steps under the profiler."""
-OURS = {"draft_kernel": "draft", "decode_layers": "verify: layers", "decode_head": "verify: head",
+OURS = {"draft_kernel": "draft", "decode_layers": "verify",
         "accept_kernel": "accept"}  # fmt: skip
 
 

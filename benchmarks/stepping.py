@@ -183,10 +183,11 @@ class Steps:
 
         def body(i, carry, weights, biases):
             state, token = carry
-            stream, state, _ = self._layers(weights, state, biases[i])
-            if head:
-                token = decode.run_head(weights, state, self.rows, stream, wait_limit=WAIT_LIMIT).token
-            return state, token
+            if not head:
+                return self._layers(weights, state, biases[i])[1], token
+            routed = dataclasses.replace(weights, router_bias=biases[i])
+            output, state, _ = decode.run_step(routed, state, self.rows, wait_limit=WAIT_LIMIT)
+            return state, output.token
 
         def loop(weights, state, token, biases):
             return jax.lax.fori_loop(0, self.steps, lambda i, c: body(i, c, weights, biases), (state, token))

@@ -18,8 +18,7 @@ from muse_jax.decode import (
     init_state,
     next_rows,
     prefill,
-    run_head,
-    run_layers,
+    run_step,
 )
 from muse_jax.decode.state import ring_slots
 from muse_jax.sampling import is_whole
@@ -143,8 +142,7 @@ def _plain(
 
 def _tapped_step(weights: DecodeWeights, state: DecodeState, token: jax.Array):
     rows = next_rows(state.lengths, token)
-    stream, state, taps = run_layers(weights, state, rows, taps=True)
-    output = run_head(weights, state, rows, stream)
+    output, state, taps = run_step(weights, state, rows, taps=True)
     return output, dataclasses.replace(state, lengths=state.lengths + jnp.int32(1)), taps
 
 

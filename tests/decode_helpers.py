@@ -25,8 +25,7 @@ from muse_jax.decode import (
     init_state,
     next_rows,
     prefill,
-    run_head,
-    run_layers,
+    run_step,
 )
 from muse_jax.decode.state import ring_slots
 from muse_jax.mesh import make_mesh
@@ -158,8 +157,7 @@ def quantised(config: MuseSparkConfig, weights: dict[str, np.ndarray]) -> dict[s
 
 
 def _tapped(weights: DecodeWeights, state: DecodeState, rows: Rows, commit: bool):
-    stream, state, taps = run_layers(weights, state, rows, taps=True)
-    output = run_head(weights, state, rows, stream)
+    output, state, taps = run_step(weights, state, rows, taps=True)
     if commit:
         active = rows.sequence[:, None] == jnp.arange(state.batch)[None, :]
         state = dataclasses.replace(state, lengths=state.lengths + active.sum(axis=0, dtype=jnp.int32))

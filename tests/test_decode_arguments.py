@@ -71,8 +71,8 @@ def half(x):
         ("weights", "w2_fp4", half, r"w2_fp4 has shape \[1, 1, 8, 1, 8, 1, 576\], expected \[1, 1, 8, 1, 8, 1, 1152\]"),
         ("weights", "scale_2", half, r"scale_2 has shape \[2, 8, 1\], expected \[2, 8, 3\]"),
         ("weights", "ranks", lambda x: x.astype(jnp.uint32), "ranks has the wrong element type"),
-        ("weights", "lm_head", half, r"decode_head: lm_head has shape .*128\], expected .*256\]"),
-        ("weights", "final_gain", half, r"decode_head: gain has shape \[64\], expected \[128\]"),
+        ("weights", "lm_head", half, r"decode_layers: lm_head has shape .*128\], expected .*256\]"),
+        ("weights", "final_gain", half, r"decode_layers: gain has shape \[64\], expected \[128\]"),
     ],
 )  # fmt: skip
 def test_operands_that_do_not_fit(model, monkeypatch, where, name, change, message):

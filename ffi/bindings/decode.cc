@@ -47,6 +47,34 @@ ffi::Future meet(const char* what, const GangKey& key, std::shared_ptr<Member> m
   return future;
 }
 
+// The head of a call that goes on to it.
+Status head_behind(const std::vector<LayersMember*>& members) {
+  const StepCall& first = members[0]->operands.call;
+  const Plan& p = first.plan;
+  const auto& shared = members[0]->operands.head;
+  HeadCall all{p.rows,
+               p.hidden,
+               p.vocab,
+               p.eps,
+               shared.multiplier,
+               shared.cap,
+               first.results[0].stream,
+               shared.gain,
+               first.shared.sequence,
+               {},
+               {},
+               {}};
+  for (const LayersMember* m : members) {
+    const auto& head = m->operands.head;
+    for (size_t i = 0; i < m->ranks.size(); ++i) {
+      all.lm_head[m->ranks[i]] = head.lm_head + i * head.lm_head_elements;
+      all.logits[m->ranks[i]] = head.logits + i * p.rows * p.vocab_rank();
+    }
+    all.results.push_back({head.token, head.nan});
+  }
+  return decode_head_cpu(all);
+}
+
 Status run_layers(const std::vector<LayersMember*>& members) {
   StepCall all = members[0]->operands.call;
   all.results.clear();
@@ -54,7 +82,8 @@ Status run_layers(const std::vector<LayersMember*>& members) {
     for (size_t i = 0; i < m->ranks.size(); ++i) all.rank[m->ranks[i]] = m->operands.local[i];
     all.results.push_back(m->operands.call.results[0]);
   }
-  const Status status = decode_layers_cpu(all);
+  Status status = decode_layers_cpu(all);
+  if (status.ok() && members[0]->operands.head.token) status = head_behind(members);
   for (const LayersMember* m : members) {
     // Two steps that fork one state must not be taken for each other later: the id remembers what was done.
     int32_t* epoch = m->operands.epoch;
@@ -65,12 +94,12 @@ Status run_layers(const std::vector<LayersMember*>& members) {
 }
 
 ffi::Future layers_impl(ffi::RunId run, ffi::RemainingArgs args, ffi::RemainingRets rets, ffi::Span<const int64_t> dims,
-                        ffi::Span<const float> scalars, ffi::Span<const int32_t> layer_kinds, bool taps, int64_t,
-                        int64_t silent_rank, float wait_limit) {
+                        ffi::Span<const float> scalars, ffi::Span<const int32_t> layer_kinds, bool taps, bool head,
+                        int64_t, int64_t silent_rank, float wait_limit) {
   try {
     Check check("decode_layers");
     auto member = std::make_shared<LayersMember>();
-    if (!read_layers(dims, scalars, layer_kinds, args, rets, taps, &check, &member->operands))
+    if (!read_layers(dims, scalars, layer_kinds, args, rets, taps, head, &check, &member->operands))
       return failed(check.error());
     const Plan& p = member->operands.call.plan;
     const SharedPointers& s = member->operands.call.shared;
@@ -78,6 +107,7 @@ ffi::Future layers_impl(ffi::RunId run, ffi::RemainingArgs args, ffi::RemainingR
       if (member->operands.ranks[2 * i] != silent_rank) member->ranks.push_back(member->operands.ranks[2 * i]);
     uint64_t digest = hash_bytes(0xCBF29CE484222325ull, dims.begin(), dims.size() * sizeof(int64_t));
     digest = hash_bytes(digest, &member->operands.ranks[1], sizeof(int32_t));  // the packing
+    digest = hash_bytes(digest, &head, sizeof(head));
     for (const int32_t* operand : {s.token, s.sequence, s.position})
       digest = hash_bytes(digest, operand, p.rows * sizeof(int32_t));
     digest = hash_bytes(digest, s.lengths, p.sequences * sizeof(int32_t));
@@ -154,6 +184,7 @@ XLA_FFI_DEFINE_HANDLER(kLayers, layers_impl,
                            .Attr<ffi::Span<const float>>("scalars")
                            .Attr<ffi::Span<const int32_t>>("layer_kinds")
                            .Attr<bool>("taps")
+                           .Attr<bool>("head")
                            .Attr<int64_t>("communicator")  // of the CUDA handler
                            .Attr<int64_t>("silent_rank")
                            .Attr<float>("wait_limit"));

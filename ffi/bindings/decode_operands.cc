@@ -9,10 +9,11 @@ namespace {
 constexpr int32_t kFull = 1, kRope = 2, kNvfp4 = 4;
 
 // The order of these two attributes is the contract with muse_jax/decode/step.py.
-bool read_plan(ffi::Span<const int64_t> dims, ffi::Span<const float> scalars, ffi::Span<const int32_t> kinds, Plan* p,
-               Check* check) {
+bool read_plan(ffi::Span<const int64_t> dims, ffi::Span<const float> scalars, ffi::Span<const int32_t> kinds,
+               Check* check, LayersOperands* out) {
+  Plan* p = &out->call.plan;
   check->that(dims.size() == 13, "attribute dims needs 13 numbers")
-      .that(scalars.size() == 5, "attribute scalars needs 5");
+      .that(scalars.size() == 6, "attribute scalars needs 6");
   if (!check->ok()) return false;
   const int64_t* d = dims.begin();
   p->layers = d[0], p->hidden = d[1], p->q_heads = d[2], p->kv_heads = d[3], p->moe_hidden = d[4], p->moe_inner = d[5];
@@ -20,6 +21,7 @@ bool read_plan(ffi::Span<const int64_t> dims, ffi::Span<const float> scalars, ff
   p->quantize_activations = d[12] != 0;
   const float* s = scalars.begin();
   p->eps = s[0], p->post_eps = s[1], p->score_scale = s[2], p->router_multiplier = s[3], p->routed_scaling = s[4];
+  out->head.multiplier = s[3], out->head.cap = s[5];
   check->that(static_cast<int64_t>(kinds.size()) == p->layers && p->layers <= kMaxLayers,
               "attribute layer_kinds needs one number per layer, at most " + std::to_string(kMaxLayers));
   if (!check->ok()) return false;
@@ -40,7 +42,7 @@ int64_t count(const Plan& p, bool LayerKind::* field, bool value) {
 }
 
 // Operands in the order of docs/architecture.md; see OPERANDS in muse_jax/decode/step.py.
-bool read_operands(const ffi::RemainingArgs& args, const ffi::RemainingRets& rets, bool taps, Check* check,
+bool read_operands(const ffi::RemainingArgs& args, const ffi::RemainingRets& rets, bool taps, bool head, Check* check,
                    LayersOperands* member) {
   Plan& p = member->call.plan;
   Reader<ffi::RemainingArgs> in(args, check);
@@ -100,6 +102,11 @@ bool read_operands(const ffi::RemainingArgs& args, const ffi::RemainingRets& ret
       in.next<const uint8_t>("w2_fp4", DataType::U8, {R, lq, E, w2_groups, kSegments, Plan::panels(I), kPanelBytes});
   s.scale_2 = in.next<const float>("scale_2", DataType::F32, {L, E, 3});
   s.input_scales = in.next<const float>("input_scales", DataType::F32, {L, 2});
+  if (head) {
+    member->head.gain = in.next<const uint16_t>("gain", DataType::BF16, {H});
+    member->head.lm_head = in.next<const uint16_t>("lm_head", DataType::BF16, {R, p.head_groups(), H / 16, kTile});
+    member->head.lm_head_elements = p.head_groups() * H * 16;
+  }
 
   Reader<ffi::RemainingRets> out(rets, check);
   const int64_t run = p.layer_end - p.layer_begin, K = p.top_k;
@@ -112,6 +119,11 @@ bool read_operands(const ffi::RemainingArgs& args, const ffi::RemainingRets& ret
     results.tap_residuals = out.next<float>("residual taps", DataType::F32, {run, 2, T, H});
     results.tap_experts = out.next<int32_t>("expert taps", DataType::S32, {run, T, K});
     results.tap_weights = out.next<float>("router weight taps", DataType::F32, {run, T, K});
+  }
+  if (head) {
+    member->head.logits = out.next<float>("logits", DataType::F32, {R, T, p.vocab_rank()});
+    member->head.token = out.next<int32_t>("token result", DataType::S32, {T});
+    member->head.nan = out.next<bool>("nan", DataType::PRED, {T});
   }
   if (!check->ok()) return false;
   check->that(member->epoch == epoch, "epoch must be aliased to its result");
@@ -148,9 +160,9 @@ bool read_operands(const ffi::RemainingArgs& args, const ffi::RemainingRets& ret
 }  // namespace
 
 bool read_layers(ffi::Span<const int64_t> dims, ffi::Span<const float> scalars, ffi::Span<const int32_t> layer_kinds,
-                 const ffi::RemainingArgs& args, const ffi::RemainingRets& rets, bool taps, Check* check,
+                 const ffi::RemainingArgs& args, const ffi::RemainingRets& rets, bool taps, bool head, Check* check,
                  LayersOperands* out) {
-  return read_plan(dims, scalars, layer_kinds, &out->call.plan, check) && read_operands(args, rets, taps, check, out);
+  return read_plan(dims, scalars, layer_kinds, check, out) && read_operands(args, rets, taps, head, check, out);
 }
 
 bool read_head(const S32& ranks, const F32& stream, const Bf16& gain, const Bf16& lm_head, const S32& sequence,

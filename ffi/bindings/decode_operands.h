@@ -14,11 +14,20 @@ struct LayersOperands {
   int64_t count;               // how many
   const int32_t* ranks;        // [count, 2], in the device's memory: the rank, and a number of the weights' packing
   int32_t* epoch;              // aliased
+  // Of a call that goes on to the head, otherwise null; lm_head and logits of this device's ranks, one after the other.
+  struct {
+    float multiplier, cap;
+    const uint16_t *gain, *lm_head;
+    int64_t lm_head_elements;  // of a rank
+    float* logits;             // [rows, V/8] of each rank
+    int32_t* token;
+    bool* nan;
+  } head;
 };
 
 // False when something is wrong; then `check` says what.
 bool read_layers(ffi::Span<const int64_t> dims, ffi::Span<const float> scalars, ffi::Span<const int32_t> layer_kinds,
-                 const ffi::RemainingArgs& args, const ffi::RemainingRets& rets, bool taps, Check* check,
+                 const ffi::RemainingArgs& args, const ffi::RemainingRets& rets, bool taps, bool head, Check* check,
                  LayersOperands* out);
 
 struct HeadShape {

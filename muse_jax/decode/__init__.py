@@ -1,4 +1,4 @@
-"""The fused decode step: weights, state, rows, and the two custom calls."""
+"""The fused decode step: weights, state, rows, and the custom calls."""
 
 from muse_jax.decode.hlo import custom_calls
 from muse_jax.decode.prefill import Prompts, TokenIds, as_prompts, prefill, prefill_whole
@@ -13,6 +13,7 @@ from muse_jax.decode.step import (
     decode_step,
     run_head,
     run_layers,
+    run_step,
 )
 from muse_jax.decode.weights import DecodeWeights
 
@@ -38,5 +39,6 @@ __all__ = [
     "prefill_whole",
     "run_head",
     "run_layers",
+    "run_step",
     "tree_rows",
 ]

@@ -50,7 +50,7 @@ def refuse_tracing(values: Any) -> None:
     if any(isinstance(value, Tracer) for value in jax.tree.leaves(values)):
         raise TypeError(
             "prefill, generate and stream read values on the host and cannot be called inside jit, scan or vmap; call "
-            "them outside, and muse_jax.decode.decode_step (or run_layers and run_head) inside"
+            "them outside, and muse_jax.decode.decode_step (or run_step) inside"
         )
 
 

@@ -1,4 +1,4 @@
-"""The fused decode step: two custom calls over the mesh, one for the layers and one for the head."""
+"""The fused decode step: one custom call over the mesh, for the layers and the head, or one for each."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -108,6 +108,41 @@ def run_layers(
         jax.errors.JaxRuntimeError: values are (tokens, positions, ancestors, capacity): they are checked in the call,
             before anything is written.
     """
+    stream, new_state, tapped, _ = _run(
+        weights, state, rows, layers, stream, taps=taps, head=False, wait_limit=wait_limit, silent_rank=silent_rank
+    )
+    return stream, new_state, tapped
+
+
+@in_own_mesh
+def run_step(
+    weights: DecodeWeights, state: DecodeState, rows: Rows, *, taps: bool = False, wait_limit: float | None = None
+) -> tuple[StepOutput, DecodeState, Taps | None]:
+    """All layers and the head over the rows' tokens in one custom call: `run_layers` and `run_head` in one launch.
+
+    Args:
+        weights, state, rows, taps, wait_limit: as in `run_layers`.
+
+    Returns:
+        (output of every row, state, taps or None).
+    """
+    _, new_state, tapped, output = _run(weights, state, rows, None, None, taps=taps, head=True, wait_limit=wait_limit)
+    assert output is not None
+    return output, new_state, tapped
+
+
+def _run(
+    weights: DecodeWeights,
+    state: DecodeState,
+    rows: Rows,
+    layers: tuple[int, int] | None,
+    stream: jax.Array | None,
+    *,
+    taps: bool,
+    head: bool,
+    wait_limit: float | None,
+    silent_rank: int | None = None,
+) -> tuple[jax.Array, DecodeState, Taps | None, StepOutput | None]:
     config, mesh = weights.config, weights.mesh
     begin, end = layers if layers is not None else (0, config.num_hidden_layers)
     _check(config, weights, state, rows, begin, end, stream)
@@ -126,8 +161,10 @@ def run_layers(
     )  # fmt: skip
 
     def call(*operands: jax.Array):
-        caches = operands[9:13]
+        caches, local = operands[9:13], operands[0].shape[0]
         call_results = results + [shape(c.shape, c.dtype) for c in caches] + tap_shapes
+        if head:
+            call_results += _head_shapes(config, count, local)
         out = jax.ffi.ffi_call(
             LAYERS_TARGET,
             call_results,
@@ -138,11 +175,12 @@ def run_layers(
             scalars=_scalars(config),
             layer_kinds=_kinds(config),
             taps=np.bool_(taps),
+            head=np.bool_(head),
             communicator=np.int64(weights.communicator.open_key()),
             silent_rank=np.int64(-1 if silent_rank is None else silent_rank),
             wait_limit=_wait_limit(weights, wait_limit),
         )
-        return tuple(out)
+        return (*out[:-3], _columns_last(out[-3]), *out[-2:]) if head else tuple(out)
 
     operands = {
         "ranks": (weights.ranks, RANK), "token": (rows.token, REPLICATED), "sequence": (rows.sequence, REPLICATED),
@@ -152,16 +190,39 @@ def run_layers(
         **{name: (getattr(state, name), state_module.SPECS[name]) for name in _CACHES},
         **{name: (getattr(weights, name), weights_module.SPECS[name]) for name in _WEIGHTS},
     }  # fmt: skip
+    if head:
+        operands |= {"final_gain": (weights.final_gain, REPLICATED), "lm_head": (weights.lm_head, RANK)}
     with jax.named_scope("muse_decode_layers"):
         out = jax.shard_map(
             _refuse_vmap(call),
             mesh=mesh,
             in_specs=tuple(spec for _, spec in operands.values()),
-            out_specs=(REPLICATED, REPLICATED, RANK, RANK, RANK, RANK, *[REPLICATED] * len(tap_shapes)),
+            out_specs=(
+                REPLICATED, REPLICATED, RANK, RANK, RANK, RANK, *[REPLICATED] * len(tap_shapes),
+                *(_HEAD_SPECS if head else ()),
+            ),
             check_vma=False,
-        )(*(array for array, _ in operands.values()))
+        )(*(array for array, _ in operands.values()))  # fmt: skip
     new_state = dataclasses.replace(state, epoch=out[1], **dict(zip(_CACHES, out[2:6], strict=True)))
-    return out[0], new_state, Taps(*out[6:]) if taps else None
+    tapped = Taps(*out[6:9]) if taps else None
+    return out[0], new_state, tapped, StepOutput(*out[-3:]) if head else None
+
+
+_HEAD_SPECS = (PartitionSpec(None, AXIS), REPLICATED, REPLICATED)
+
+
+def _head_shapes(config: MuseSparkConfig, rows: int, local: int) -> list[jax.ShapeDtypeStruct]:
+    """Logits of each of a device's ranks, greedy tokens, NaN flags."""
+    return [
+        jax.ShapeDtypeStruct((local, rows, config.vocab_size // 8), jnp.float32),
+        jax.ShapeDtypeStruct((rows,), jnp.int32),
+        jax.ShapeDtypeStruct((rows,), jnp.bool_),
+    ]
+
+
+def _columns_last(logits: jax.Array) -> jax.Array:
+    """[ranks, T, V/8] -> [T, ranks V/8]."""
+    return jnp.swapaxes(logits, 0, 1).reshape(logits.shape[1], -1)
 
 
 @in_own_mesh
@@ -187,28 +248,23 @@ def run_head(
         )
 
     def call(ranks, stream, gain, lm_head, sequence, epoch):
-        local = ranks.shape[0]
         logits, token, nan = jax.ffi.ffi_call(
             HEAD_TARGET,
-            [
-                jax.ShapeDtypeStruct((local, count, config.vocab_size // 8), jnp.float32),
-                jax.ShapeDtypeStruct((count,), jnp.int32),
-                jax.ShapeDtypeStruct((count,), jnp.bool_),
-            ],
+            _head_shapes(config, count, ranks.shape[0]),
         )(
             ranks, stream, gain, lm_head, sequence, epoch,
             vocab=np.int64(config.vocab_size), eps=np.float32(config.rms_norm_eps),
             multiplier=np.float32(config.output_multiplier), cap=np.float32(config.final_logit_softcapping),
             communicator=np.int64(weights.communicator.open_key()), wait_limit=_wait_limit(weights, wait_limit),
         )  # fmt: skip
-        return jnp.swapaxes(logits, 0, 1).reshape(count, -1), token, nan
+        return _columns_last(logits), token, nan
 
     with jax.named_scope("muse_decode_head"):
         out = jax.shard_map(
             _refuse_vmap(call),
             mesh=mesh,
             in_specs=(RANK, REPLICATED, REPLICATED, RANK, REPLICATED, REPLICATED),
-            out_specs=(PartitionSpec(None, AXIS), REPLICATED, REPLICATED),
+            out_specs=_HEAD_SPECS,
             check_vma=False,
         )(weights.ranks, stream, weights.final_gain, weights.lm_head, rows.sequence, state.epoch)
     return StepOutput(*out)
@@ -218,7 +274,7 @@ def run_head(
 def decode_step(
     weights: DecodeWeights, state: DecodeState, tokens: ArrayLike | Sequence[int], active: ArrayLike | None = None
 ) -> tuple[StepOutput, DecodeState]:
-    """One new token for every sequence: two custom calls.
+    """One new token for every sequence: one custom call.
 
     Works under jit, scan, while_loop and fori_loop; donate `state`. Batch sequences through `init_state(batch=...)`,
     not through vmap.
@@ -242,8 +298,7 @@ def decode_step(
         if active.shape != (state.batch,) or active.dtype != jnp.bool_:
             raise ValueError(f"active is {active.dtype}{list(active.shape)}, expected bool[{state.batch}]")
     rows = next_rows(state.lengths, tokens, active)
-    stream, state, _ = run_layers(weights, state, rows)
-    output = run_head(weights, state, rows, stream)
+    output, state, _ = run_step(weights, state, rows)
     grown = state.lengths + (1 if active is None else active.astype(jnp.int32))
     return output, dataclasses.replace(state, lengths=grown)
 
@@ -279,7 +334,14 @@ def _dims(c: MuseSparkConfig, begin: int, end: int) -> np.ndarray:
 
 def _scalars(c: MuseSparkConfig) -> np.ndarray:
     return np.array(
-        [c.rms_norm_eps, c.post_norm_eps, c.qk_scale_factor / 8, c.output_multiplier, c.routed_scaling_factor],
+        [
+            c.rms_norm_eps,
+            c.post_norm_eps,
+            c.qk_scale_factor / 8,
+            c.output_multiplier,
+            c.routed_scaling_factor,
+            c.final_logit_softcapping,
+        ],
         np.float32,
     )
 

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from muse_jax.decode import DecodeState, DecodeWeights, StepOutput, Taps, run_head, run_layers
+from muse_jax.decode import DecodeState, DecodeWeights, StepOutput, Taps, run_step
 from muse_jax.sampling import Choice, choose, log_probs
 from muse_jax.speculative.accept import accept
 from muse_jax.speculative.draft import Draft, Seen
@@ -74,8 +74,7 @@ def speculative_step(
     # A node's slot is at most its number behind the committed ones, and so is its position.
     there = active[:, None] & (state.lengths[:, None] + jnp.arange(width, dtype=jnp.int32) < state.capacity)
     rows = tree.rows(state.lengths, there)
-    stream, state, tapped = run_layers(weights, state, rows, taps=taps or bool(draft.tap_layers))
-    output = run_head(weights, state, rows, stream)
+    output, state, tapped = run_step(weights, state, rows, taps=taps or bool(draft.tap_layers))
     behind = (state.lengths[:, None] + tree.depth + 1).reshape(-1)
     of_nodes = jax.tree.map(lambda x: jnp.repeat(x, width, axis=0), choice)
     chosen, values = pick(weights, output, behind, of_nodes, logprobs)

@@ -44,12 +44,12 @@ StepArgs args_of(const Communicator& communicator, const Prepared& prepared, con
 
 ffi::Error layers_impl(Stream stream, int32_t device, ffi::RemainingArgs operands, ffi::RemainingRets rets,
                        ffi::Span<const int64_t> dims, ffi::Span<const float> scalars,
-                       ffi::Span<const int32_t> layer_kinds, bool taps, int64_t communicator_key, int64_t silent_rank,
-                       float wait_limit) {
+                       ffi::Span<const int32_t> layer_kinds, bool taps, bool head, int64_t communicator_key,
+                       int64_t silent_rank, float wait_limit) {
   return guarded("decode_layers", [&]() -> ffi::Error {
     Check check("decode_layers");
     LayersOperands in{};
-    if (!read_layers(dims, scalars, layer_kinds, operands, rets, taps, &check, &in)) return check.error();
+    if (!read_layers(dims, scalars, layer_kinds, operands, rets, taps, head, &check, &in)) return check.error();
     const Plan& plan = in.call.plan;
     if (plan.layer_begin == plan.layer_end) return invalid("decode_layers: an empty layer range does not run on a GPU");
     std::shared_ptr<Communicator> communicator;
@@ -65,6 +65,12 @@ ffi::Error layers_impl(Stream stream, int32_t device, ffi::RemainingArgs operand
     args.results = in.call.results[0];
     args.epoch = in.epoch;
     args.silent_rank = static_cast<int32_t>(silent_rank);
+    args.head.multiplier = in.head.multiplier, args.head.cap = in.head.cap, args.head.gain = in.head.gain;
+    args.head.token = in.head.token, args.head.nan = in.head.nan;
+    for (size_t i = 0; head && i < ranks.size(); ++i) {
+      args.head.lm_head[ranks[i]] = in.head.lm_head + i * in.head.lm_head_elements;
+      args.head.logits[ranks[i]] = in.head.logits + i * plan.rows * plan.vocab_rank();
+    }
     return to_error(launch_layers(stream, args, prepared.blocks));
   });
 }
@@ -109,6 +115,7 @@ XLA_FFI_DEFINE_HANDLER(kLayers, layers_impl,
                            .Attr<ffi::Span<const float>>("scalars")
                            .Attr<ffi::Span<const int32_t>>("layer_kinds")
                            .Attr<bool>("taps")
+                           .Attr<bool>("head")
                            .Attr<int64_t>("communicator")
                            .Attr<int64_t>("silent_rank")
                            .Attr<float>("wait_limit"),

@@ -133,4 +133,19 @@ class DenseBase : public StepBase {
   }
 };
 
+// The finishing warps' part of a dense GEMM that has tasks for them; `pass`: how many such passes there were. False:
+// the block is leaving.
+template <auto kMultiply>
+__device__ bool help(BlockShared& shared, Range tasks, uint32_t& pass) {
+  if (tasks.end - tasks.begin <= kWarps) return true;
+  const UnitQueue units(shared.units);
+#pragma unroll 1
+  for (int i0 = 0; i0 < shared.rows.count; i0 += kPassRows, ++pass) {
+    if (!units.wait_dense(pass, Ring(shared.ring))) return false;
+    run_phase<kMultiply>(i0);
+    units.end_dense();
+  }
+  return true;
+}
+
 }  // namespace muse

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "ffi/decode/cuda/expert_chain.cuh"
+#include "ffi/decode/cuda/head_steps.cuh"
 #include "ffi/decode/cuda/router_steps.cuh"
 
 namespace muse {
@@ -22,8 +23,11 @@ class ExpertFinish : public RouterSteps {
 #pragma unroll 1
       for (int stage = 0; stage < 6; ++stage) {
         const bool experts = stage == 3 || stage == 4;
-        if (!(experts ? finish_units(stage == 4, first) : help(s_.jobs.tasks[min(stage, 3)], pass))) return;
+        if (!(experts ? finish_units(stage == 4, first)
+                      : help<&ExpertFinish::warp_tasks>(s_, s_.jobs.tasks[min(stage, 3)], pass)))
+          return;
       }
+    if (a_.head.token) help<&HeadSteps::multiply>(s_, s_.jobs.tasks[kHeadJob], pass);
   }
 
  protected:
@@ -42,19 +46,7 @@ class ExpertFinish : public RouterSteps {
   }
 
  private:
-  // A dense GEMM; false: the block is leaving.
-  __device__ bool help(Range tasks, uint32_t& pass) {
-    if (tasks.end - tasks.begin <= kWarps) return true;
-#pragma unroll 1
-    for (int i0 = 0; i0 < rows(); i0 += kPassRows, ++pass) {
-      if (!units_.wait_dense(pass, ring_)) return false;
-      run_phase<&ExpertFinish::warp_tasks>(i0);
-      units_.end_dense();
-    }
-    return true;
-  }
-
-  // An expert GEMM's units, round robin; likewise. `first`: the number of the first in the queue.
+  // An expert GEMM's units, round robin; false: the block is leaving. `first`: the number of the first in the queue.
   __device__ bool finish_units(bool second, uint32_t& first) {
     if (!units_.wait_begin(second, ring_)) return false;
     const Range units = own_units();

@@ -1,185 +1,19 @@
-// Final norm, vocabulary projection and argmax over all ranks, in one launch.
+// The head alone: of rows that went through the layers in a launch before, or of some of them.
 #include <algorithm>
 
-#include "ffi/decode/cuda/dense.cuh"
+#include "ffi/decode/cuda/head_steps.cuh"
 #include "ffi/decode/cuda/launch.h"
 #include "ffi/decode/cuda/place.cuh"
 #include "ffi/decode/cuda/producer.cuh"
-#include "ffi/ops/head/row.h"
 
 namespace muse {
 namespace {
-
-// Is (a, a_id) the better argmax candidate? NaN below all numbers, ties to the lower id; id -1: none.
-__device__ __forceinline__ bool better(float a, int32_t a_id, float b, int32_t b_id) {
-  if (a_id < 0 || b_id < 0) return b_id < 0 && a_id >= 0;
-  if (is_nan(a) || is_nan(b)) return is_nan(a) == is_nan(b) ? a_id < b_id : is_nan(b);
-  return a != b ? a > b : a_id < b_id;
-}
-
-__device__ __forceinline__ void reduce_warp(float& best, int32_t& id) {
-  for (int step = 16; step; step /= 2) {
-    const float other = __shfl_xor_sync(~0u, best, step);
-    const int32_t other_id = __shfl_xor_sync(~0u, id, step);
-    if (better(other, other_id, best, id)) best = other, id = other_id;
-  }
-}
-
-class Head : DenseBase {
- public:
-  using DenseBase::DenseBase;
-
-  __device__ bool run() {
-    static_assert(kHeadRows == kPassRows, "the scratch holds the sums of one pass");
-    clear_inactive();
-    if (rows() == 0) return false;
-    next_epoch();
-    norm_rows();
-    float* sums = mine<float>(w_.segment_sums);
-    for (int i0 = 0; i0 < rows(); i0 += kPassRows) {
-      if (!rank_barrier(Phase::kHead)) return false;  // h is written, the last pass's sums are read
-      const DenseJob& job = s_.jobs.dense[0];
-      const Range tasks = s_.jobs.tasks[0];
-      const int segment = job.segment(tasks);
-      load_operand(mine<uint16_t>(w_.h), hidden(), i0, segment * job.blocks, job.blocks);
-      dense_pass(job, tasks, [&] { run_phase<&Head::multiply>(i0); });
-      if (!rank_barrier(Phase::kHead)) return false;
-      finish_logits(sums, i0);
-    }
-    if (!rank_barrier(Phase::kHead) || !choose()) return false;
-    return rank_barrier(Phase::kHead);
-  }
-
-  // The finishing warps.
-  __device__ void help() {
-    if (s_.jobs.tasks[0].end - s_.jobs.tasks[0].begin <= kWarps) return;
-    for (int i0 = 0; i0 < rows(); i0 += kPassRows) {
-      if (!units_.wait_dense(i0 / kPassRows, ring_)) return;
-      run_phase<&Head::multiply>(i0);
-      units_.end_dense();
-    }
-  }
-
- private:
-  __device__ void multiply(int i0) {
-    const DenseJob& job = s_.jobs.dense[0];
-    const Range tasks = s_.jobs.tasks[0];
-    const int segment = job.segment(tasks), columns = job.groups * 16;
-    dense_tasks(job, tasks, i0, [&](int group, const Accumulators& acc) {
-      store_sums(mine<float>(w_.segment_sums), kHeadRows, columns, group, segment, i0, i0, acc);
-    });
-  }
-
-  // The results start as ones; those of inactive rows are zeros, their token stays -1.
-  __device__ void clear_inactive() {
-    const int64_t columns = p_.vocab_rank();
-#pragma unroll 1
-    for (int t = block(); t < p_.rows; t += blocks()) {
-      if (a_.shared.sequence[t] >= 0) continue;
-#pragma unroll 1
-      for (int64_t c = thread_index(); c < columns; c += kThreads) a_.head.logits[me()][t * columns + c] = 0.0f;
-      if (thread_index() == 0 && me() == a_.local[0]) a_.head.nan[t] = false;
-    }
-  }
-
-  __device__ void norm_rows() {
-    float* x = region<float>();
-    uint16_t* h = mine<uint16_t>(w_.h);
-    for (int i = place_.index; i < rows(); i += place_.size) {
-      const float* stream = a_.shared.stream + s_.rows.row[i] * p_.hidden;
-      sync_block();
-      for (int64_t c = thread_index(); c < p_.hidden; c += kThreads) x[c] = round_bf16(stream[c]);
-      sync_block();
-      const float r = inverse_rms(block_sumsq(p_.hidden, x, s_.partial), p_.hidden, p_.eps);
-      for (int64_t c = thread_index(); c < p_.hidden; c += kThreads)
-        h[column_tile_at(i, static_cast<int>(c), hidden())] = to_bf16((x[c] * r) * from_bf16(a_.head.gain[c]));
-    }
-  }
-
-  __device__ void finish_logits(const float* sums, int i0) {
-    const int columns = static_cast<int>(p_.vocab_rank()), padded = static_cast<int>(p_.head_groups()) * 16;
-    float* logits = a_.head.logits[me()];
-#pragma unroll 1
-    for (int i = i0; i < min(i0 + kPassRows, rows()); ++i)
-#pragma unroll 1
-      for (int c = block() * kThreads + thread_index(); c < columns; c += blocks() * kThreads) {
-        float s[kSegments];
-#pragma unroll
-        for (int r = 0; r < kSegments; ++r) s[r] = __ldcg(sums + (r * kHeadRows + i - i0) * padded + c);
-        logits[s_.rows.row[i] * columns + c] = softcap_logit(tree8(s), a_.head.multiplier, a_.head.cap);
-      }
-  }
-
-  struct ChooseRegion {
-    float best[kWarps];
-    int32_t id[kWarps];
-    int32_t nan;
-  };
-
-  // A rank's best of each row to every rank, and the best of those.
-  __device__ bool choose() {
-    ChooseRegion& sh = *region<ChooseRegion>();
-    const int warp = thread_index() / 32, lane = thread_index() % 32;
-    const int64_t columns = p_.vocab_rank();
-    const int per_source = kMaxRows * kBestWords, parity = static_cast<int>(place_.epoch % 2) * kRanks * per_source * 8;
-    for (int i = place_.index; i < rows(); i += place_.size) {
-      const float* row = a_.head.logits[me()] + s_.rows.row[i] * columns;
-      float best = 0.0f;
-      int32_t id = -1;
-      bool nan = false;
-      sync_block();
-      if (thread_index() == 0) sh.nan = 0;
-      sync_block();
-#pragma unroll 4
-      for (int64_t c = thread_index(); c < columns; c += kThreads) {
-        const float logit = __ldcg(row + c);
-        nan = nan || is_nan(logit);
-        if (better(logit, static_cast<int32_t>(c), best, id)) best = logit, id = static_cast<int32_t>(c);
-      }
-      reduce_warp(best, id);
-      if (lane == 0) sh.best[warp] = best, sh.id[warp] = id;
-      if (nan) sh.nan = 1;
-      sync_block();
-      if (warp == 0) {
-        best = lane < kWarps ? sh.best[lane] : 0.0f;
-        id = lane < kWarps ? sh.id[lane] : -1;
-        reduce_warp(best, id);
-        if (lane < kRanks) {
-          uint64_t* slot = slots_to(lane, w_.best + parity, per_source) + i * kBestWords;
-          store_slot(slot, bit_cast<uint32_t>(best), place_.epoch);
-          // The top bit of the id word tells that some logit was NaN.
-          store_slot(slot + 1, static_cast<uint32_t>(id + me() * columns) | (sh.nan ? 0x80000000u : 0u), place_.epoch);
-        }
-        uint32_t word[2] = {};
-        if (lane < kRanks)
-          wait(
-              Phase::kHead, [&](int e) { return slots_from(lane, w_.best + parity, per_source) + i * kBestWords + e; },
-              [&](int) { return lane; }, word);
-        __syncwarp();
-        best = bit_cast<float>(word[0]);
-        id = lane < kRanks ? static_cast<int32_t>(word[1] & 0x7FFFFFFFu) : -1;
-        const bool any_nan = __any_sync(~0u, word[1] >> 31);
-        reduce_warp(best, id);
-        if (lane == 0 && !place_.gave_up && me() == a_.local[0]) {
-          a_.head.token[s_.rows.row[i]] = is_nan(best) ? 0 : id;  // a row of NaN gives 0
-          a_.head.nan[s_.rows.row[i]] = any_nan;
-        }
-      }
-      if (!all_alive()) return false;
-    }
-    return true;
-  }
-};
 
 __global__ void __launch_bounds__(kLaunchThreads, 1) decode_head(const __grid_constant__ StepArgs args) {
   BlockShared& shared = block_shared();
   start_block(args, shared);
   if (threadIdx.x == 0) {
-    const uint32_t size = gridDim.x / args.local_count;
-    DenseJob& job = shared.jobs.dense[0];
-    job = column_parallel_job(args.head.lm_head[args.local[blockIdx.x / size]], args.plan.head_groups() * 16,
-                              args.plan.hidden);
-    shared.jobs.tasks[0] = job.tasks(blockIdx.x % size, size);
+    plan_head(args, shared);
     shared.rows.count = 0;
     for (int t = 0; t < args.plan.rows; ++t)
       if (args.shared.sequence[t] >= 0) shared.rows.row[shared.rows.count++] = static_cast<int16_t>(t);
@@ -188,16 +22,17 @@ __global__ void __launch_bounds__(kLaunchThreads, 1) decode_head(const __grid_co
   const Place& place = shared.place;
   if (!place.gave_up) {
     if (threadIdx.x < kThreads) {
-      Head head(shared);
-      if (head.run() && place.index == 0 && threadIdx.x == 0) finish_launch(place);
+      if (HeadSteps(shared).run() && place.index == 0 && threadIdx.x == 0) finish_launch(place);
     } else if (threadIdx.x / 32 >= kFirstFinisher && shared.rows.count > 0) {
-      Head(shared).help();
+      uint32_t pass = 0;
+      help<&HeadSteps::multiply>(shared, shared.jobs.tasks[kHeadJob], pass);
     }
   }
   if (threadIdx.x / 32 == kProducer) {
     if (!place.gave_up && shared.rows.count > 0) {
       Producer producer(shared);
-      producer.dense(shared.jobs.dense[0], shared.jobs.tasks[0], 0, (shared.rows.count + kPassRows - 1) / kPassRows);
+      producer.dense(shared.jobs.dense[kHeadJob], shared.jobs.tasks[kHeadJob], 0,
+                     (shared.rows.count + kPassRows - 1) / kPassRows);
     }
     Ring(shared.ring).drain(threadIdx.x % 32);
   }
@@ -215,13 +50,7 @@ Status prepare_head(const Plan& plan, Prepared* prepared) {
 
 Status launch_head(Stream stream, const StepArgs& args, int blocks) {
   const auto cuda_stream = static_cast<cudaStream_t>(stream);
-  const Plan& p = args.plan;
-  cudaError_t e = fill_with_ones(args.head.token, p.rows * static_cast<int64_t>(sizeof(int32_t)), cuda_stream);
-  if (e == cudaSuccess) e = cudaMemsetAsync(args.head.nan, 1, p.rows, cuda_stream);
-  // The local ranks' logits lie side by side.
-  if (e == cudaSuccess)
-    e = fill_with_ones(args.head.logits[args.local[0]],
-                       args.local_count * p.rows * p.vocab_rank() * static_cast<int64_t>(sizeof(float)), cuda_stream);
+  cudaError_t e = clear_head(args, cuda_stream);
   if (e == cudaSuccess) {
     decode_head<<<blocks / args.local_count * args.local_count, kLaunchThreads, sizeof(BlockShared) + args.region_bytes,
                   cuda_stream>>>(args);

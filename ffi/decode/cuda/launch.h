@@ -37,4 +37,16 @@ inline cudaError_t fill_with_ones(void* data, int64_t bytes, cudaStream_t stream
   return data && bytes ? cudaMemsetAsync(data, 0xFF, bytes, stream) : cudaSuccess;
 }
 
+// Likewise for the head's.
+inline cudaError_t clear_head(const StepArgs& args, cudaStream_t stream) {
+  const Plan& p = args.plan;
+  cudaError_t e = fill_with_ones(args.head.token, p.rows * static_cast<int64_t>(sizeof(int32_t)), stream);
+  if (e == cudaSuccess) e = cudaMemsetAsync(args.head.nan, 1, p.rows, stream);
+  // The local ranks' logits lie side by side.
+  if (e == cudaSuccess)
+    e = fill_with_ones(args.head.logits[args.local[0]],
+                       args.local_count * p.rows * p.vocab_rank() * static_cast<int64_t>(sizeof(float)), stream);
+  return e;
+}
+
 }  // namespace muse

@@ -1,7 +1,7 @@
-// The fused decode step on a GPU: one launch for all layers. The blocks of a device are shared out among its ranks; a
-// rank's blocks meet at barriers, ranks meet through slots (sync.cuh); in every block one warp streams weights, three
-// finish what the experts' chains made, and the others compute. The arithmetic is ffi/decode/cpu/layers.cc's, bit for
-// bit.
+// The fused decode step on a GPU: one launch for all layers and, where the call asks for it, the head. The blocks of a
+// device are shared out among its ranks; a rank's blocks meet at barriers, ranks meet through slots (sync.cuh); in
+// every block one warp streams weights, three finish what the experts' chains made, and the others compute. The
+// arithmetic is ffi/decode/cpu/layers.cc's, bit for bit.
 #include <algorithm>
 
 #include "ffi/decode/cuda/expert_steps.cuh"
@@ -21,14 +21,14 @@ class Step : public ExpertSteps {
 
   __device__ bool run() {
     if (!run_phase<&Step::start>()) return false;
-    if (rows() == 0) return false;
+    if (rows() == 0) return a_.head.token && run_phase<&HeadSteps::run>();  // which is false
     mark(Mark::kStart);
     while (layer() < p_.layer_end) {
       if (!attention() || !row_parallel()) return false;
       if (!moe() || !row_parallel()) return false;
       next_layer();
     }
-    return rank_barrier(Phase::kEnd);
+    return rank_barrier(Phase::kEnd) && (!a_.head.token || run_phase<&HeadSteps::run>());
   }
 
  private:
@@ -121,7 +121,7 @@ __device__ __noinline__ void prefetch_small(const StepArgs& a, const Place& plac
   }
 }
 
-// The producer's: the weights of all layers in the order of Step's phases.
+// The producer's: the weights of all layers in the order of Step's phases, then the head's.
 __device__ __noinline__ void stream_weights(BlockShared& s) {
   const Plan& p = s.args.plan;
   Producer producer(s);
@@ -142,11 +142,13 @@ __device__ __noinline__ void stream_weights(BlockShared& s) {
       if (!staying) return;
     }
   }
+  if (s.args.head.token) producer.dense(s.jobs.dense[kHeadJob], s.jobs.tasks[kHeadJob], 0, passes);
 }
 
 __global__ void __launch_bounds__(kLaunchThreads, 1) decode_layers(const __grid_constant__ StepArgs args) {
   BlockShared& shared = block_shared();
   start_block(args, shared);
+  if (args.head.token && threadIdx.x == 0) plan_head(args, shared);
   if (threadIdx.x < kThreads) {
     resolve_rows(args.plan, args.shared, shared.rows);
     if (!shared.rows.bad)
@@ -210,6 +212,7 @@ Status launch_layers(Stream stream, const StepArgs& args, int blocks) {
     if (e == cudaSuccess) e = fill_with_ones(args.results.tap_experts, run * p.rows * p.top_k * 4, cuda_stream);
     if (e == cudaSuccess) e = fill_with_ones(args.results.tap_weights, run * p.rows * p.top_k * 4, cuda_stream);
   }
+  if (e == cudaSuccess && args.head.token) e = clear_head(args, cuda_stream);
   if (e == cudaSuccess) {
     const int grid = blocks / args.local_count * args.local_count;
     decode_layers<<<grid, kLaunchThreads, sizeof(BlockShared) + args.region_bytes, cuda_stream>>>(args);

@@ -126,11 +126,12 @@ MUSE_FN ExpertJob expert_job(const Plan& p, const RankPointers& w, bool nvfp4, b
   return job;
 }
 
-// All GEMMs of a rank, worked out once, and a block's parts of the dense ones.
+// All GEMMs of a rank, worked out once, and a block's parts of the dense ones: a layer's four, then the head's.
+constexpr int kHeadJob = 4;
 struct Jobs {
-  DenseJob dense[4];
-  Range tasks[4];           // of the block
-  ExpertJob experts[2][2];  // [NVFP4][second]
+  DenseJob dense[kHeadJob + 1];
+  Range tasks[kHeadJob + 1];  // of the block
+  ExpertJob experts[2][2];    // [NVFP4][second]
 };
 
 }  // namespace muse
