@@ -103,7 +103,7 @@ def _load_all(
         raise ValueError(
             f"--prompt is {prompt!r}, allowed: text in the terminal's encoding, {sys.getfilesystemencoding()}"
         )
-    # What headers show is said before the checkpoint is loaded; what is wrong with its own, by loading.
+    # Before the checkpoint is loaded, which says itself what is wrong with its config.json.
     if draft is not None and (config := read_contents(checkpoint).config) is not None:
         open_draft(draft, config, width=draft_width)
     model = _load(checkpoint, devices, reference)
