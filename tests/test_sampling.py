@@ -291,7 +291,7 @@ def test_greedy_is_unchanged():
 
 @pytest.mark.parametrize("sampling", [None, ALL])
 def test_log_probs_are_the_references(sampling):
-    out = made(PROMPTS, sampling, keys(4), logprobs=3)
+    out = made(PROMPTS, sampling, sampling and keys(4), logprobs=3)
     assert out.log_probs is not None and out.top_tokens is not None and out.top_log_probs is not None
     for prompt, tokens, own, top, values in zip(
         PROMPTS, out.tokens, out.log_probs, out.top_tokens, out.top_log_probs, strict=True
