@@ -255,7 +255,7 @@ def test_a_text_depends_on_its_prompt_options_and_key_alone(texts):
     assert made(PROMPTS, ALL, keys(4, seed=1)).tokens != texts
 
 
-@pytest.mark.parametrize("devices", [1, 2])
+@pytest.mark.parametrize("devices", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_any_mesh(texts, devices):
     assert made(PROMPTS, ALL, keys(4), devices).tokens == texts
 
