@@ -6,6 +6,7 @@ Absolute times are printed on GPUs only; on a CPU they would say something about
 the memory floor, phases, other implementations.
 """
 
+import argparse
 import sys
 import time
 from collections.abc import Callable
@@ -32,7 +33,9 @@ def median_seconds(run: Callable[[], object], repeats: int = 5) -> float:
 
 def main() -> None:
     """Loads a checkpoint, checks parity, times a decode step and the reference's forward of as many tokens."""
-    model = muse_jax.load(sys.argv[1], mesh=muse_jax.make_mesh())
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("checkpoint", help="folder: ours or Hugging Face's; `make demo` makes checkpoints/tiny")
+    model = muse_jax.load(parser.parse_args().checkpoint, mesh=muse_jax.make_mesh())
     if model.tokenizer is None:
         sys.exit("this checkpoint has no tokenizer; give token ids instead")
     ids = model.tokenizer.encode("def decode(state):").ids[:STEPS]

@@ -3,6 +3,7 @@
 python examples/check_numerics.py checkpoints/tiny "def decode("
 """
 
+import argparse
 import sys
 
 import jax.numpy as jnp
@@ -12,10 +13,14 @@ import muse_jax
 
 def main() -> None:
     """Loads a checkpoint, compares the fused decode with the reference on a text; exit code 1 if a byte differs."""
-    model = muse_jax.load(sys.argv[1], mesh=muse_jax.make_mesh())
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("checkpoint", help="folder: ours or Hugging Face's; `make demo` makes checkpoints/tiny")
+    parser.add_argument("text", nargs="?", default="def decode(")
+    args = parser.parse_args()
+    model = muse_jax.load(args.checkpoint, mesh=muse_jax.make_mesh())
     if model.tokenizer is None:
         sys.exit("this checkpoint has no tokenizer; give token ids instead")
-    ids = model.tokenizer.encode(sys.argv[2] if len(sys.argv) > 2 else "def decode(").ids
+    ids = model.tokenizer.encode(args.text).ids
 
     report = muse_jax.parity(model, ids, steps=8)
     for tap in report.taps:

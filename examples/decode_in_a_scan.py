@@ -5,6 +5,7 @@
 The program below draws nothing and stops nowhere: it shows where your own code goes between two steps.
 """
 
+import argparse
 import functools
 import sys
 
@@ -33,7 +34,9 @@ def rollout(weights: DecodeWeights, state: DecodeState, token: jax.Array) -> tup
 
 def main() -> None:
     """Loads a checkpoint, decodes two prompts in one scan, compares with `generate`."""
-    model = muse_jax.load(sys.argv[1], mesh=muse_jax.make_mesh())
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("checkpoint", help="folder: ours or Hugging Face's; `make demo` makes checkpoints/tiny")
+    model = muse_jax.load(parser.parse_args().checkpoint, mesh=muse_jax.make_mesh())
     if model.tokenizer is None:
         sys.exit("this checkpoint has no tokenizer; give token ids instead")
     prompts = [model.tokenizer.encode(text).ids for text in ("def decode(", "import ")]

@@ -6,7 +6,6 @@ The forward pass has the reference's bits; what it keeps are the largest inputs 
 import functools
 import os
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -17,6 +16,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from muse_jax import ops
 from muse_jax.config import MuseSparkConfig
+from muse_jax.config_checks import as_path
 from muse_jax.errors import CheckpointError
 from muse_jax.mesh import make_mesh
 from muse_jax.model.layer import Layer
@@ -54,13 +54,21 @@ def calibrate(
     Raises:
         CheckpointError: the folder's problems, NVFP4 experts, or activations that are not finite.
         ValueError: a text without tokens, or a tokenizer of another vocabulary.
+        TypeError: `folder` is no path.
     """
     headline = f"cannot calibrate {folder}"
-    _, source = open_source(Path(folder), source_rows)
+    _, source = open_source(as_path("folder", folder), source_rows)
     stored = stored_formats(source.config, {name: spec.dtype for name, spec in source.specs.items()})
     if "nvfp4" in stored:
-        wrong = [f"layers.{i}.mlp.experts: expected bf16, found NVFP4" for i, f in enumerate(stored) if f == "nvfp4"]
-        raise CheckpointError(headline, wrong)
+        hint = "calibrate the bf16 checkpoint that it was made from"
+        raise CheckpointError(
+            headline,
+            [
+                f"layers.{i}.mlp.experts: expected bf16, found NVFP4; {hint}"
+                for i, f in enumerate(stored)
+                if f == "nvfp4"
+            ],
+        )
     ids = np.array(load_tokenizer(folder).encode(text).ids, np.int32)
     if not ids.size:
         raise ValueError("text: gives no tokens; give some text of the kind that the model is for")

@@ -19,7 +19,7 @@ from muse_jax import decode
 from muse_jax.calibration import calibrate as find_input_scales
 from muse_jax.detokenizer import is_text
 from muse_jax.doctor import diagnose
-from muse_jax.generate import EVERY, stream
+from muse_jax.generate import EVERY, check_stop_strings, stream
 from muse_jax.generation import Generation
 from muse_jax.guarantee import BITWISE
 from muse_jax.inspection import Inspection, inspect_checkpoint
@@ -30,7 +30,8 @@ from muse_jax.parity import parity as run_parity
 from muse_jax.progress import progress_bar, size
 from muse_jax.sampling import MAX_LOGPROBS, Sampling
 from muse_jax.speculative import DFlashDraft
-from muse_jax.speculative.dflash_weights import load_draft
+from muse_jax.speculative.dflash_weights import load_draft, open_draft
+from muse_jax.weights.checkpoints import read_contents
 from muse_jax.weights.convert import FORMS, convert_checkpoint
 from muse_jax.weights.quantize import write_input_scales
 from muse_jax.weights.repack import repack
@@ -102,6 +103,9 @@ def _load_all(
         raise ValueError(
             f"--prompt is {prompt!r}, allowed: text in the terminal's encoding, {sys.getfilesystemencoding()}"
         )
+    # Before the checkpoint is loaded, which says itself what is wrong with its config.json.
+    if draft is not None and (config := read_contents(checkpoint).config) is not None:
+        open_draft(draft, config, width=draft_width)
     model = _load(checkpoint, devices, reference)
     return model, _encode(model, prompt), None if draft is None else load_draft(draft, model, width=draft_width)
 
@@ -193,6 +197,7 @@ def generate(
     _check("--max-new-tokens", max_new_tokens, 1)
     _check("--seed", seed, 0, 2**32 - 1)
     _check("--logprobs", logprobs, 0, MAX_LOGPROBS)
+    check_stop_strings(stop or ())
     sampling = None
     if any(option is not None for option in (temperature, top_k, top_p, min_p, seed)):
         sampling = Sampling(
@@ -364,6 +369,8 @@ def inspect(
     kind = "Orbax" if found.kind == "orbax" else "Hugging Face safetensors"
     held = f"{found.tensors:,} tensors, {size(found.bytes)}" if found.groups else "tensors unreadable"
     facts = {"checkpoint": f"{kind}, {held}"}
+    if found.unread:
+        facts["not read"] = f"{', '.join(found.unread)} (beside model.safetensors or its index)"
     _print_facts(facts | ({} if found.model is None else {"model": found.model}))
     if found.groups:
         _print_contents(found)

@@ -4,8 +4,10 @@ Works on plain dicts of field values of any type, so that a wrong type is one mo
 """
 
 import math
+import os
 import struct
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 LAYER_TYPES = ("full_attention", "sliding_attention")
@@ -25,6 +27,13 @@ _TUPLES = ("layer_types", "layer_rope_theta", "eos_token_ids", "expert_formats")
 
 _MAX_INT32 = 2**31 - 1
 _LOG_FP32_MAX = 88.7  # exp of more than this is infinite in fp32
+
+
+def as_path(argument: str, given: Any) -> Path:
+    """The path that an argument of that name gives; TypeError for anything else."""
+    if not isinstance(given, str | os.PathLike):
+        raise TypeError(f"{argument}: given {shorten(given)}, expected a path (a str or os.PathLike)")
+    return Path(given)
 
 
 def _to_float(value: Any) -> Any:

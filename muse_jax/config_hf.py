@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from muse_jax.config_checks import shorten
+from muse_jax.config_checks import as_path, shorten
 from muse_jax.errors import ConfigError
 
 CONFIG_FILE = "config.json"
@@ -68,7 +68,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 def read_folder(path: "str | os.PathLike[str]") -> dict[str, Any]:
     """config.json at `path` (the file or its folder), merged with the files beside it that complete it."""
-    file = Path(path)
+    file = as_path("source", path)
     if file.is_dir():
         file = file / CONFIG_FILE
     data = read_json(file)

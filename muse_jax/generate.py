@@ -55,7 +55,7 @@ def generate(
         stop_strings: texts that end a sequence, which needs the model's tokenizer. Its text ends before the string, its
             tokens with the one that completes it.
         sampling: options for all prompts, or one per prompt.
-        keys: one JAX key per prompt (threefry2x32), where anything is sampled.
+        keys: one JAX key per prompt (threefry2x32), where anything is sampled; an error without `sampling`.
         logprobs: also return log-probabilities, of the tokens (0) and of so many most probable ones at each place.
         draft: proposes tokens, of which a step keeps those that the model itself would have chosen: the same text and
             log-probabilities in fewer steps.
@@ -127,7 +127,12 @@ class GenerationStream(Iterator[Chunk]):
         prompts = as_prompts(prompt_ids)
         stops = tuple(model.config.eos_token_ids if stop_ids is None else np.atleast_1d(np.asarray(stop_ids)).tolist())
         _check(model, prompts, max_new_tokens, stops, logprobs)
-        stop_strings = _strings(model, stop_strings)
+        stop_strings = check_stop_strings(stop_strings)
+        if stop_strings and model.tokenizer is None:
+            raise ValueError(
+                "stop_strings need the model's tokenizer: copy its tokenizer.json into the checkpoint's folder, or "
+                "give stop_ids"
+            )
         batch, width = len(prompts), 1 if draft is None else draft.width
         if not 1 <= width <= (most := max(1, MAX_ROWS // batch)):
             raise ValueError(
@@ -281,8 +286,8 @@ def _check(
             raise ValueError(f"stop id {stop!r} is not a token, allowed: 0 to {vocab - 1}")
 
 
-def _strings(model: "LanguageModel", given: Any) -> tuple[str, ...]:
-    """The stop strings, once each is known to be one."""
+def check_stop_strings(given: Any) -> tuple[str, ...]:
+    """The stop strings, once each is known to be one; errors as `generate`."""
     stop_strings: tuple[Any, ...] = (given,) if not isinstance(given, Iterable) else tuple(given)
     if isinstance(given, str) or not all(isinstance(s, str) for s in stop_strings):
         raise TypeError(f"stop_strings is {given!r}, expected a list of strings")
@@ -292,9 +297,4 @@ def _strings(model: "LanguageModel", given: Any) -> tuple[str, ...]:
                 f"stop_strings holds {string!r}, allowed: texts that are not empty and have no U+FFFD, which stands "
                 "for bytes that are no character, and no surrogates"
             )
-    if stop_strings and model.tokenizer is None:
-        raise ValueError(
-            "stop_strings need the model's tokenizer: copy its tokenizer.json into the checkpoint's folder, or give "
-            "stop_ids"
-        )
     return stop_strings

@@ -138,6 +138,8 @@ class Inspection:
     fit: Fit | None
     """None also where the devices do not say how much memory they have."""
     problems: tuple[str, ...]
+    unread: tuple[str, ...] = ()
+    """safetensors files in the folder that are no part of the model."""
 
     @property
     def tensors(self) -> int:
@@ -172,14 +174,15 @@ def inspect_checkpoint(
     Raises:
         CheckpointError: neither kind of folder; all other problems are listed in the result.
         ValueError: devices, batch or capacity out of range.
+        TypeError: `path` is no path.
     """
     if devices is not None and devices not in DEVICE_COUNTS:
         raise ValueError(f"devices: given {devices!r}, allowed: 1, 2, 4 or 8")
     contents = weights.read_contents(path)
-    groups = _groups(contents)
+    groups, unread = _groups(contents), contents.unread
     config, problems = contents.config, (*contents.problems, *_tokenizer_problems(contents.folder))
     if config is None:
-        return Inspection(contents.folder, contents.kind, None, groups, None, None, None, None, None, problems)
+        return Inspection(contents.folder, contents.kind, None, groups, None, None, None, None, None, problems, unread)
     if capacity is None:
         capacity = min(DEFAULT_CAPACITY, config.max_position_embeddings)
     caches = _caches(config, batch, capacity)
@@ -187,7 +190,9 @@ def inspect_checkpoint(
     size = sum((array.size for array in arrays), Footprint(0, 0))
     fit = _fit(config, devices, size, caches, _params(contents.specs))
     layers = {kind: _layer(arrays, kind) for kind in sorted(set(config.expert_formats))}
-    return Inspection(contents.folder, contents.kind, config, groups, arrays, size, layers, caches, fit, problems)
+    return Inspection(
+        contents.folder, contents.kind, config, groups, arrays, size, layers, caches, fit, problems, unread
+    )
 
 
 def _tokenizer_problems(folder: Path) -> tuple[str, ...]:

@@ -14,6 +14,7 @@ from tokenizers import Tokenizer
 
 from muse_jax import decode
 from muse_jax.config import MuseSparkConfig
+from muse_jax.config_checks import as_path
 from muse_jax.decode import DecodeState, DecodeWeights, Prompts, StepOutput, TokenIds
 from muse_jax.errors import ProblemsError
 from muse_jax.mesh import check_mesh, in_own_mesh, make_mesh, own_mesh
@@ -181,14 +182,15 @@ def load(
 
     Raises:
         CheckpointError: everything that is missing, damaged or of the wrong shape, in one error.
+        TypeError: `path` is no path.
     """
     mesh = make_mesh() if mesh is None else check_mesh(mesh)
-    has_tokenizer = os.path.exists(os.path.join(path, TOKENIZER_FILE))
-    tokenizer = load_tokenizer(path) if has_tokenizer else None
+    folder = as_path("path", path)
+    tokenizer = load_tokenizer(folder) if (folder / TOKENIZER_FILE).exists() else None
     weights = None
     with own_mesh(mesh):
         if reference:
-            config, params = load_params(path, mesh, progress=progress)
+            config, params = load_params(folder, mesh, progress=progress)
         else:
-            config, params, weights = load_packed(path, mesh, progress=progress)
+            config, params, weights = load_packed(folder, mesh, progress=progress)
     return LanguageModel(config, params, mesh, tokenizer, weights)

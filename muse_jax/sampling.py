@@ -100,14 +100,20 @@ def as_choice(sampling: Sampling | Sequence[Sampling] | None, keys: Any, *, batc
 
     Args:
         sampling: for all sequences, or one per sequence.
-        keys: one JAX key per sequence; a single sequence also takes its key as it is.
+        keys: one JAX key per sequence; a single sequence also takes its key as it is. Not without options, of which
+            `Sampling(temperature=0)` is greedy and draws nothing.
         batch: sequences.
         vocab: vocabulary size.
 
     Raises:
-        ValueError, TypeError: wrong numbers of options or keys, ids beyond the vocabulary, no token left.
+        ValueError, TypeError: wrong numbers of options or keys, keys alone, ids beyond the vocabulary, no token left.
     """
     if sampling is None:
+        if keys is not None:
+            raise ValueError(
+                "keys without sampling draw nothing: give sampling=muse_jax.Sampling(...) too, or leave keys out to "
+                "decode greedily"
+            )
         return None
     options = [sampling] * batch if isinstance(sampling, Sampling) else list(sampling)
     for option in options:

@@ -1,10 +1,10 @@
 """Text <-> token ids, with Hugging Face's `tokenizers` library."""
 
 import os
-from pathlib import Path
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
+from muse_jax.config_checks import as_path
 from muse_jax.errors import CheckpointError
 
 TOKENIZER_FILE = "tokenizer.json"
@@ -39,7 +39,7 @@ def load_tokenizer(folder: "str | os.PathLike[str]") -> Tokenizer:
     Raises:
         CheckpointError: there is no tokenizer.json, or it cannot be parsed.
     """
-    path = Path(folder) / TOKENIZER_FILE
+    path = as_path("folder", folder) / TOKENIZER_FILE
     headline = f"cannot load the tokenizer of {folder}"
     try:
         if path.is_fifo():

@@ -329,6 +329,7 @@ SAMPLED = rows(
             lambda: {"sampling": Sampling()},
             "sampling needs keys, one per prompt: ... keys=jax.random.split(jax.random.key(0), 4) for 4",
         ),
+        (lambda: {"keys": keys(4)}, "keys without sampling draw nothing: give sampling=muse_jax.Sampling(...) too, or"),
         (lambda: {"sampling": [Sampling()] * 3}, "got 3 samplings for 4 prompts; give one for all or one per prompt"),
         (
             lambda: {"sampling": [0.7] * 4},
@@ -376,6 +377,10 @@ STREAMS = [
             ({"every": 0}, "every is 0, allowed: whole numbers from 1 on (decode steps)"),
             ({"every": 2.5}, "every is 2.5, allowed"),
             ({"max_new_tokens": "9"}, "max_new_tokens is '9', allowed"),
+            (
+                {"keys": 7},
+                "keys without sampling draw nothing: ... or leave keys out to decode greedily",
+            ),
         ],
     ),
     Row(

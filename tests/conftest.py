@@ -13,8 +13,22 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 # They compare a GPU with the CPU, so they want both: `make test-gpu` asks for JAX_PLATFORMS=cuda,cpu.
 collect_ignore = [] if "cuda" in os.environ["JAX_PLATFORMS"] else ["gpu"]
 
+import jax  # noqa: E402, F401  (before the environment below, which is for other processes)
+import pytest  # noqa: E402
 from hypothesis import settings  # noqa: E402
 
 # Shared machines pause: time limits per example would only make tests flaky.
 settings.register_profile("muse", deadline=None, max_examples=50)
 settings.load_profile("muse")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def shared_programs(tmp_path_factory, worker_id):
+    """The processes that tests start on CPUs share what they compile, whichever worker starts them."""
+    here = tmp_path_factory.getbasetemp()
+    folder = (here if worker_id == "master" else here.parent) / "compiled"
+    with pytest.MonkeyPatch.context() as patch:
+        if os.environ["JAX_PLATFORMS"] == "cpu":
+            patch.setenv("JAX_COMPILATION_CACHE_DIR", str(folder))
+            patch.setenv("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.2")
+        yield

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Callable
 
 import jax
@@ -98,12 +97,12 @@ class Model:
 
     def reference(self, tokens) -> dict[str, np.ndarray]:
         """The reference's taps [B, T, ...] of equally long sequences."""
-        taps = _reference(self.config, self.mesh).taps(self.params, np.asarray(tokens, np.int32))
+        taps = Reference(self.config, self.mesh).taps(self.params, np.asarray(tokens, np.int32))
         return {name: np.asarray(a) for name, a in taps.items()}
 
     def reference_arrays(self, tokens) -> dict[str, jax.Array]:
         """The same on the devices, as `prefill_whole` wants it."""
-        return _reference(self.config, self.mesh).taps(self.params, tokens)
+        return Reference(self.config, self.mesh).taps(self.params, tokens)
 
     def changed(self, **arrays: np.ndarray) -> Model:
         """The same model with other parameters (dots in their names written as two underscores)."""
@@ -112,11 +111,6 @@ class Model:
             name = key.replace("__", ".")
             params[name] = jax.device_put(jnp.asarray(array), params[name].sharding)
         return Model(self.config, params, repack(self.config, params, self.mesh), self.mesh)
-
-
-@functools.lru_cache(maxsize=4)
-def _reference(config: MuseSparkConfig, mesh: Mesh) -> Reference:
-    return Reference(config, mesh)
 
 
 def make_model(config: MuseSparkConfig, seed: int = 0, devices=8, *, quantized: bool = True) -> Model:

@@ -22,10 +22,12 @@ from bad_inputs import ARGUMENTS, Row
 from convert_helpers import file_of, rewrite
 from decode_helpers import small, step
 from dflash_helpers import V1
+from typer.testing import CliRunner
 from weight_helpers import tree
 
 import muse_jax
-from muse_jax import LanguageModel, convert_checkpoint, load, load_draft, make_mesh, random_draft
+from muse_jax import LanguageModel, cli, convert_checkpoint, load, load_draft, make_mesh, random_draft
+from muse_jax.calibration import calibrate
 from muse_jax.errors import CheckpointError, ProblemsError
 from muse_jax.tokenizer import byte_tokenizer, load_tokenizer
 from muse_jax.weights import convert, export_hf, random_params, save
@@ -334,11 +336,59 @@ FILES = [
     ),
 ]  # fmt: skip
 
-ROWS = [*ARGUMENTS, *FILES]
+NO_PATH = [
+    ("load", lambda w: load(None), "path: given None"),
+    ("load-number", lambda w: load(3), "path: given 3"),
+    ("load-params", lambda w: muse_jax.weights.load(None), "path: given None"),
+    ("import", lambda w: muse_jax.weights.import_hf(None), "folder: given None"),
+    ("restore", lambda w: muse_jax.weights.restore(None), "path: given None"),
+    ("save", lambda w: save(None, w.model.config, w.model.params), "path: given None"),
+    ("export", lambda w: export_hf(b"x", w.model.config, w.model.params), "folder: given b'x'"),
+    ("inspect", lambda w: muse_jax.inspect_checkpoint(["x"]), "path: given ['x']"),
+    ("convert-source", lambda w: convert_checkpoint(None, "new"), "source: given None"),
+    ("convert-target", lambda w: convert_checkpoint(w.ours, None), "target: given None"),
+    ("calibrate", lambda w: calibrate(None, "text"), "folder: given None"),
+    ("draft", lambda w: load_draft(None, w.model), "path: given None"),
+    ("tokenizer", lambda w: load_tokenizer(None), "folder: given None"),
+    ("config", lambda w: muse_jax.MuseSparkConfig.from_hf(None), "source: given None"),
+]
+PATHS = [
+    Row(f"path-{name}", lambda w, _, ask=ask: ask(w), (f"{says}, expected a path (a str or os.PathLike)",), TypeError)
+    for name, ask, says in NO_PATH
+]  # fmt: skip
+
+# The command line ----------------------------------------------------------------------------------------------------
+
+
+def never_loads(w, folder, patch):
+    """What is wrong is found before a checkpoint of half a terabyte is loaded."""
+    (folder / "draft").mkdir()
+    patch.setattr(cli, "_prepare_cpu", lambda devices: None)  # this process has its devices already
+    patch.setattr(cli, "load", lambda *_, **__: pytest.fail("the checkpoint was loaded"))
+
+
+def command(name, *arguments, says, error=ValueError):
+    def ask(w, folder):
+        given = [str(folder / a) if a == "draft" else a for a in arguments]
+        CliRunner().invoke(cli.app, [name, str(w.ours), *given], catch_exceptions=False)
+
+    return Row(f"{name}{''.join(arguments[:1])}", ask, says, error, never_loads)
+
+
+NO_DRAFT = ("no *.safetensors files; give the folder that holds the draft's", "config.json: No such file or directory")
+COMMANDS = [
+    command("generate", "--draft", "draft", says=NO_DRAFT, error=CheckpointError),
+    command("parity", "--draft", "draft", says=NO_DRAFT, error=CheckpointError),
+    command("generate", "--stop", "", says=("stop_strings holds '', allowed: texts that are not empty",)),
+    command("generate", "--draft-width", "3", says=("--draft-width is of no use without --draft",)),
+]
+
+ROWS = [*ARGUMENTS, *FILES, *PATHS, *COMMANDS]
 
 
 def test_there_are_rows():
-    assert len(ROWS) >= 150 and len({row.name for row in ROWS}) == len(ROWS)
+    assert len({row.name for row in ROWS}) == len(ROWS)
+    assert f"({len(ROWS)} mistakes," in (ROOT / "README.md").read_text()
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)

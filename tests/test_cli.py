@@ -14,14 +14,12 @@ ROOT = Path(__file__).parent.parent
 
 @pytest.fixture(scope="module", autouse=True)
 def cache(tmp_path_factory):
-    """JAX's persistent compilation cache, which saves these many processes from compiling the same programs anew."""
+    """Of this file alone, and for every program: what is in it is compared."""
     folder = tmp_path_factory.mktemp("cache")
-    os.environ |= {
-        "JAX_COMPILATION_CACHE_DIR": str(folder),
-        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-    }
-    yield folder
-    del os.environ["JAX_COMPILATION_CACHE_DIR"], os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("JAX_COMPILATION_CACHE_DIR", str(folder))
+        patch.setenv("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
+        yield folder
 
 
 def run(*arguments, code=0, cwd=ROOT):

@@ -1,5 +1,6 @@
 """Every command and Python block of the documents: run, with the output that is shown, or listed with the reason."""
 
+import os
 import re
 import shlex
 import subprocess
@@ -76,9 +77,10 @@ def python(*arguments, cwd) -> str:
     """In a process of its own, with eight devices as the README says."""
     start = f"import sys; sys.path.insert(0, {str(ROOT)!r}); import jax; jax.config.update('jax_num_cpu_devices', 8); "
     start += "import runpy; sys.argv = sys.argv[1:]; runpy.run_path(sys.argv[0], run_name='__main__')"
+    cache = {name: value for name, value in os.environ.items() if "_CACHE_" in name}
     done = subprocess.run(
         [sys.executable, "-c", start, *map(str, arguments)], cwd=cwd, capture_output=True, text=True, timeout=300,
-        env={"PATH": "/usr/bin:/bin", "PJRT_NPROC": "64", "JAX_PLATFORMS": "cpu"},
+        env={"PATH": "/usr/bin:/bin", "PJRT_NPROC": "64", "JAX_PLATFORMS": "cpu"} | cache,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout

@@ -70,6 +70,16 @@ def test_example(checkpoint, name):
     assert SAYS[name] in done.stdout
 
 
+@pytest.mark.parametrize("name", SAYS)
+def test_example_without_a_checkpoint(name, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", [name])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_path(str(ROOT / "examples" / name), run_name="__main__")
+    said = capsys.readouterr().err
+    assert ended.value.code == 2 and said.startswith(f"usage: {name} ")
+    assert said.endswith("the following arguments are required: checkpoint\n")
+
+
 def test_rl_step(masters, tmp_path):
     """With a draft: no difference in any step, a growing reward, other texts, and nearly every parameter has moved."""
     draft = write_tiny_draft(tmp_path / "draft", taps=(0, 1), layers=2)

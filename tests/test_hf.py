@@ -26,6 +26,7 @@ from hf_helpers import Mismatch, check_end_to_end, check_layer, compare, hf, imp
 
 from muse_jax import ops
 from muse_jax.config import MuseSparkConfig
+from muse_jax.model import reference
 from muse_jax.weights.hf_names import to_split_halves
 
 SLIDING, FULL = "sliding_attention", "full_attention"
@@ -100,6 +101,8 @@ def op(name: str, wrong: Callable) -> Variant:
 
     def variant(config, params, patch):
         patch.setattr(ops, name, functools.partial(wrong, getattr(ops, name)))
+        shared = reference._run.__wrapped__  # its programs are kept for all references: a wrong op needs its own
+        patch.setattr(reference, "_run", jax.jit(lambda *given: shared(*given), static_argnums=(0, 1, 2)))
         return config, params
 
     return variant

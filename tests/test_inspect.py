@@ -297,6 +297,19 @@ def test_shards(copy):
     assert problems_of(folder)[1].startswith(f"{cut}: cannot be read as safetensors (")
 
 
+def test_files_beside_the_model(copy):
+    """No error, but said: their tensors, which might be the ones that are missing, were not looked at."""
+    extra = {"norm.weight": np.zeros(3, np.float32)}
+    for kind, complete in (("single", "model.safetensors"), ("shards", INDEX)):
+        folder = copy(kind)
+        assert (folder / complete).is_file() and inspect_checkpoint(folder).unread == ()
+        for name in ("b.safetensors", "a.safetensors"):
+            save_file(extra, folder / name)
+        assert inspect_checkpoint(folder).unread == ("a.safetensors", "b.safetensors") and problems_of(folder) == []
+        line = r"^not read +a\.safetensors, b\.safetensors \(beside model\.safetensors or its index\)$"
+        assert re.search(line, command(folder), re.M)
+
+
 def test_tensor_not_where_the_index_says(copy):
     folder = copy("shards")
     file = shard_of(folder, "lm_head.weight")

@@ -82,26 +82,23 @@ class Reference:
     """
 
     def __init__(self, config: MuseSparkConfig, mesh: Mesh | None = None):
-        """For one model on one mesh (default: `make_mesh()`); compiles on first use."""
+        """For one model on one mesh (default: `make_mesh()`); compiles on first use, once for all such references."""
         self.config = config
         self.mesh = make_mesh() if mesh is None else check_mesh(mesh)
-        self._forward = jax.jit(functools.partial(self._shared, _logits))
-        self._taps = jax.jit(functools.partial(self._shared, _taps))
-        self._log_probs = jax.jit(functools.partial(self._shared, _log_probs))
 
     @in_own_mesh
     @host_phase("muse_reference")
     def forward(self, params: Params, tokens: Tokens) -> jax.Array:
         """Logits fp32 [B, T, vocab_size]."""
         tokens = self._check(tokens)
-        return self._forward(dict(params), tokens, tokens)
+        return _run(_logits, self.config, self.mesh, dict(params), tokens, tokens)
 
     @in_own_mesh
     @host_phase("muse_reference")
     def taps(self, params: Params, tokens: Tokens) -> dict[str, jax.Array]:
         """All intermediate arrays named in docs/architecture.md, [B, T, ...], logits included."""
         tokens = self._check(tokens)
-        return self._taps(dict(params), tokens, tokens)
+        return _run(_taps, self.config, self.mesh, dict(params), tokens, tokens)
 
     @in_own_mesh
     @host_phase("muse_reference")
@@ -109,7 +106,7 @@ class Reference:
         """fp32 [B, T - 1]: the log-probability of each token from the second on, given those before it (T >= 2)."""
         tokens = self._check(tokens, least=2)
         following = jnp.pad(tokens[:, 1:], ((0, 0), (0, 1)))
-        return self._log_probs(dict(params), tokens, following)[:, :-1]
+        return _run(_log_probs, self.config, self.mesh, dict(params), tokens, following)[:, :-1]
 
     def _check(self, tokens: Tokens, least: int = 1) -> jax.Array:
         """The tokens as int32 [B, T], or ValueError."""
@@ -143,31 +140,36 @@ class Reference:
                 )
         return jnp.asarray(tokens, jnp.int32)
 
-    def _shared(self, compute: Any, params: Params, tokens: jax.Array, following: jax.Array) -> Any:
-        """`compute(module, tokens, following)` on every device's share; results [B, T, ...] of all tokens."""
-        specs, problems = check_params(self.config, params)
-        if problems:
-            raise ProblemsError("these parameters do not fit the configuration", problems)
-        places = {name: _BY_EXPERT if specs[name].placement == "expert" else _REPLICATED for name in params}
-        length = tokens.shape[1]
-        padding = -length % RANKS  # padded positions come last: no other position sees them
-        tokens, following = (jnp.pad(x, ((0, 0), (0, padding))) for x in (tokens, following))
 
-        def share(params: Params, tokens: jax.Array, following: jax.Array) -> Any:
-            result = compute(build(self.config, params), tokens, following)
-            return jax.tree.map(functools.partial(all_tokens, length=length), result) if padding else result
+# Not a method: all references of one configuration and mesh share what is compiled.
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
+def _run(
+    compute: Any, config: MuseSparkConfig, mesh: Mesh, params: Params, tokens: jax.Array, following: jax.Array
+) -> Any:
+    """`compute(module, tokens, following)` on every device's share; results [B, T, ...] of all tokens."""
+    specs, problems = check_params(config, params)
+    if problems:
+        raise ProblemsError("these parameters do not fit the configuration", problems)
+    places = {name: _BY_EXPERT if specs[name].placement == "expert" else _REPLICATED for name in params}
+    length = tokens.shape[1]
+    padding = -length % RANKS  # padded positions come last: no other position sees them
+    tokens, following = (jnp.pad(x, ((0, 0), (0, padding))) for x in (tokens, following))
 
-        # check_vma=False: custom calls and their derivatives do not say over which axes they vary. shard_map then adds
-        # up the devices' cotangents of every replicated parameter.
-        run = jax.shard_map(
-            share,
-            mesh=self.mesh,
-            in_specs=(places, _BY_TOKEN, _BY_TOKEN),
-            out_specs=_REPLICATED if padding else _BY_TOKEN,
-            check_vma=False,
-        )
-        with jax.named_scope("muse_reference"):
-            return run(params, tokens, following)
+    def share(params: Params, tokens: jax.Array, following: jax.Array) -> Any:
+        result = compute(build(config, params), tokens, following)
+        return jax.tree.map(functools.partial(all_tokens, length=length), result) if padding else result
+
+    # check_vma=False: custom calls and their derivatives do not say over which axes they vary. shard_map then adds
+    # up the devices' cotangents of every replicated parameter.
+    run = jax.shard_map(
+        share,
+        mesh=mesh,
+        in_specs=(places, _BY_TOKEN, _BY_TOKEN),
+        out_specs=_REPLICATED if padding else _BY_TOKEN,
+        check_vma=False,
+    )
+    with jax.named_scope("muse_reference"):
+        return run(params, tokens, following)
 
 
 def _logits(module: MuseSpark, tokens: jax.Array, following: jax.Array) -> jax.Array:

@@ -75,6 +75,18 @@ jax.tree_util.register_dataclass(
 )  # fmt: skip
 
 
+def tree_width(config: DFlashConfig, width: int | None) -> int:
+    """Nodes of each tree: `width`, or the block's.
+
+    Raises:
+        ValueError: says what is allowed.
+    """
+    width = config.block_width if width is None else width
+    if not 1 <= width <= config.block_width:
+        raise ValueError(f"width: given {width}, allowed: 1 to {config.block_width}, the block's width")
+    return width
+
+
 def make_draft(
     config: DFlashConfig, params: Mapping[str, jax.Array], embedding: jax.Array, head: jax.Array, *,
     width: int | None = None, mask_embedding: jax.Array | None = None,
@@ -92,9 +104,7 @@ def make_draft(
     Raises:
         ValueError: lists every array that is missing, unexpected or of another shape, or says what width is allowed.
     """
-    width = config.block_width if width is None else width
-    if not 1 <= width <= config.block_width:
-        raise ValueError(f"width: given {width}, allowed: 1 to {config.block_width}, the block's width")
+    width = tree_width(config, width)
     problems = compare(draft_specs(config), params, lambda name: name)
     shared = {"embedding": (embedding, (config.vocab_size, config.hidden_size)), "head": (head, embedding.shape)}
     if mask_embedding is not None:

@@ -9,9 +9,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from muse_jax import config_hf
+from muse_jax.config import MuseSparkConfig
+from muse_jax.config_checks import as_path
 from muse_jax.errors import CheckpointError, ConfigError
 from muse_jax.language_model import LanguageModel
-from muse_jax.speculative.dflash import DFlashDraft, make_draft
+from muse_jax.speculative.dflash import DFlashDraft, make_draft, tree_width
 from muse_jax.speculative.dflash_config import DFlashConfig
 from muse_jax.speculative.dflash_model import draft_specs
 from muse_jax.weights.names import BF16, ParamSpec, compare, place
@@ -44,26 +46,11 @@ def load_draft(
         CheckpointError: lists everything that is wrong with the configuration and the files: what is missing,
             unexpected or of another shape or dtype, each with file and tensor.
         ValueError: a width that is not allowed.
+        TypeError: `path` is no path.
     """
-    folder = Path(path)
-    found, problems = _read_files(folder)
-    if mask_embedding is None and (folder / MASK_EMBEDDING_FILE).is_file():
-        problems.append(f"{MASK_EMBEDDING_FILE}: cannot be read without PyTorch; pass its values as mask_embedding")
-    elif mask_embedding is not None and mask_embedding.shape != (model.config.hidden_size,):
-        problems.append(f"mask_embedding: given {mask_embedding.shape}, expected ({model.config.hidden_size},)")
-    config = specs = None
-    try:
-        config = DFlashConfig.from_hf(config_hf.read_json(folder / config_hf.CONFIG_FILE), model.config)
-    except ConfigError as error:
-        problems += [f"{config_hf.CONFIG_FILE}: {problem}" for problem in error.problems]
-    if config is not None:
-        specs = draft_specs(config)
-        if found is not None:
-            problems += compare(specs, found, lambda name: _where(name, found))
-    if problems or config is None or specs is None or found is None:
-        raise CheckpointError(f"cannot load the draft in {folder}", problems)
+    config, found = open_draft(path, model.config, width=width, mask_embedding=mask_embedding)
     # Copies, because JAX may keep host memory and files can change.
-    params = {name: place(spec, np.array(found[name].read()), model.mesh) for name, spec in specs.items()}
+    params = {name: place(spec, np.array(found[name].read()), model.mesh) for name, spec in draft_specs(config).items()}
     mask = None
     if mask_embedding is not None:
         spec = ParamSpec("mask_embedding", mask_embedding.shape, BF16)
@@ -72,6 +59,43 @@ def load_draft(
         config, params, model.params["embed_tokens.weight"], model.params["lm_head.weight"],
         width=width, mask_embedding=mask,
     )  # fmt: skip
+
+
+def open_draft(
+    path: "str | os.PathLike[str]", target: MuseSparkConfig, *, width: int | None = None,
+    mask_embedding: np.ndarray | None = None,
+) -> tuple[DFlashConfig, dict[str, Tensor]]:  # fmt: skip
+    """All that `load_draft` checks, by configuration and headers: before the target itself is loaded, say.
+
+    Args:
+        path: as in `load_draft`.
+        target: the model's configuration.
+        width: as in `load_draft`.
+        mask_embedding: as in `load_draft`.
+
+    Returns:
+        (the draft's configuration, its tensors by the names of `draft_specs`, not read yet).
+
+    Raises:
+        CheckpointError, ValueError, TypeError: as `load_draft`.
+    """
+    folder = as_path("path", path)
+    found, problems = _read_files(folder)
+    if mask_embedding is None and (folder / MASK_EMBEDDING_FILE).is_file():
+        problems.append(f"{MASK_EMBEDDING_FILE}: cannot be read without PyTorch; pass its values as mask_embedding")
+    elif mask_embedding is not None and mask_embedding.shape != (target.hidden_size,):
+        problems.append(f"mask_embedding: given {mask_embedding.shape}, expected ({target.hidden_size},)")
+    config = None
+    try:
+        config = DFlashConfig.from_hf(config_hf.read_json(folder / config_hf.CONFIG_FILE), target)
+    except ConfigError as error:
+        problems += [f"{config_hf.CONFIG_FILE}: {problem}" for problem in error.problems]
+    if config is not None and found is not None:
+        problems += compare(draft_specs(config), found, lambda name: _where(name, found))
+    if problems or config is None or found is None:
+        raise CheckpointError(f"cannot load the draft in {folder}", problems)
+    tree_width(config, width)
+    return config, found
 
 
 def _where(name: str, found: dict[str, Tensor]) -> str:

@@ -6,6 +6,7 @@ from pathlib import Path
 from jax.sharding import Mesh
 
 from muse_jax.config import MuseSparkConfig
+from muse_jax.config_checks import as_path
 from muse_jax.errors import CheckpointError
 from muse_jax.weights import orbax_io, safetensors_io
 from muse_jax.weights.contents import Contents
@@ -26,8 +27,9 @@ def load(
 
     Raises:
         CheckpointError: neither kind of folder, or what `restore` or `import_hf` say.
+        TypeError: `path` is no path.
     """
-    folder = Path(path)
+    folder = as_path("path", path)
     read = orbax_io.restore if _is_ours(folder, "load") else safetensors_io.import_hf
     return read(folder, mesh, progress=progress)
 
@@ -37,8 +39,9 @@ def read_contents(path: "str | os.PathLike[str]") -> Contents:
 
     Raises:
         CheckpointError: neither kind of folder.
+        TypeError: `path` is no path.
     """
-    folder = Path(path)
+    folder = as_path("path", path)
     return orbax_io.read_contents(folder) if _is_ours(folder, "inspect") else safetensors_io.read_contents(folder)
 
 

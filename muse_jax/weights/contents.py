@@ -25,3 +25,5 @@ class Contents:
     """Everything missing, unexpected, mis-shaped, of another dtype or unreadable: file, tensor, expected, found."""
     passed_over: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     """Tensors that the text decoder has no use for, by the name in the file."""
+    unread: tuple[str, ...] = ()
+    """safetensors files that are no part of the model: not in its index, or beside model.safetensors."""

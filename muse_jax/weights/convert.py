@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Literal
 
+from muse_jax.config_checks import as_path
 from muse_jax.errors import CheckpointError
 from muse_jax.tokenizer import TOKENIZER_FILE
 from muse_jax.weights.checkpoints import open_source
@@ -75,9 +76,10 @@ def convert_checkpoint(
             What headers and sizes show is found before anything is written, impossible values and changed chunks during
             the run.
         ValueError: `to` or `source_rows` is none of the allowed words, or `input_scales` without `quantize`.
+        TypeError: `source` or `target` is no path.
     """
     begin = time.monotonic()
-    folder = Path(source)
+    folder, target = as_path("source", source), as_path("target", target)
     _check_choice("to", to, FORMS)
     _check_choice("source_rows", source_rows, ROW_ORDERS)
     contents, origin = open_source(folder, source_rows)

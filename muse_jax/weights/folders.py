@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from muse_jax.config_checks import as_path
 from muse_jax.errors import CheckpointError
 
 _PLAN, _NEW_PLAN, _JOURNAL, _CONTENT = "plan.json", "plan.json.new", "journal.txt", "content"
@@ -21,7 +22,7 @@ def new_folder(path: "str | os.PathLike[str]", overwrite: bool = False) -> Itera
     Raises:
         CheckpointError: `path` exists already and `overwrite` is false, or the disk is full or cannot be written.
     """
-    final = Path(path).absolute()
+    final = as_path("path", path).absolute()
     if os.path.lexists(final) and not overwrite:
         raise CheckpointError(
             f"cannot write {final}", ["exists already; choose another name, remove it, or pass overwrite=True"]

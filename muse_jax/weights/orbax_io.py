@@ -21,6 +21,7 @@ from tokenizers import Tokenizer
 
 from muse_jax import config_hf
 from muse_jax.config import MuseSparkConfig
+from muse_jax.config_checks import as_path
 from muse_jax.errors import CheckpointError, ConfigError
 from muse_jax.weights.contents import Contents
 from muse_jax.weights.loading import load_source
@@ -50,6 +51,7 @@ def save(
     Raises:
         CheckpointError: `params` is not a complete set for `config`, the folder exists, or JAX runs in several
             processes (save from a single one).
+        TypeError: `path` is no path.
     """
     headline = f"cannot save {path}"
     if jax.process_count() > 1:
@@ -77,7 +79,7 @@ def restore(
         CheckpointError: lists every file that is missing, truncated or changed, and every parameter that does not fit
             config.json.
     """
-    folder = Path(path).absolute()
+    folder = as_path("path", path).absolute()
     headline = f"cannot restore {folder}"
     if not folder.is_dir():
         raise CheckpointError(headline, ["no such folder; check the path"])

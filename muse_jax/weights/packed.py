@@ -5,7 +5,6 @@ import dataclasses
 import functools
 import os
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +12,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from muse_jax.config import MuseSparkConfig
+from muse_jax.config_checks import as_path
 from muse_jax.decode.weights import DecodeWeights
 from muse_jax.errors import CheckpointError
 from muse_jax.mesh import check_mesh
@@ -36,7 +36,7 @@ def load_packed(
         CheckpointError: as `load`; problems of all layers in one error.
     """
     mesh = check_mesh(mesh)
-    folder = Path(path)
+    folder = as_path("path", path)
     headline = f"cannot load {folder}"
     _, source = open_source(folder, None, "load")
     config, total, done = source.config, sum(spec.nbytes for spec in source.specs.values()), 0

@@ -11,6 +11,7 @@ from safetensors import SafetensorError
 from safetensors.numpy import save_file
 
 from muse_jax.config import MuseSparkConfig
+from muse_jax.config_checks import as_path
 from muse_jax.config_hf import default_expert_formats
 from muse_jax.errors import CheckpointError
 from muse_jax.weights.names import FP32, ParamSpec, compare, parameter_specs, stored_formats
@@ -106,7 +107,7 @@ def write_input_scales(path: "str | os.PathLike[str]", scales: InputScales, abou
     Raises:
         CheckpointError: the disk is full or cannot be written.
     """
-    partial = Path(f"{path}.partial")
+    partial = Path(f"{as_path('path', path)}.partial")
     try:
         save_file(dict(scales), partial, metadata={"format": "pt", **about})
         os.replace(partial, path)
@@ -125,7 +126,7 @@ def read_input_scales(path: "str | os.PathLike[str]", specs: Mapping[str, ParamS
     headline = f"cannot use the input scales in {path}"
     wanted = {name: spec for name, spec in specs.items() if name.endswith("_input_scale")}
     try:
-        found = {name: tensor for name, tensor in open_file(Path(path)).items() if name in wanted}
+        found = {name: tensor for name, tensor in open_file(as_path("input_scales", path)).items() if name in wanted}
     except UnreadableFile as error:
         raise CheckpointError(headline, [f"{path}: {error}"]) from error
     if problems := compare(wanted, found, lambda name: f"{path}: {name}"):

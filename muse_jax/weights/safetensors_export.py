@@ -11,6 +11,7 @@ from tokenizers import Tokenizer
 
 from muse_jax import config_hf
 from muse_jax.config import MuseSparkConfig
+from muse_jax.config_checks import as_path
 from muse_jax.errors import CheckpointError
 from muse_jax.weights import hf_names
 from muse_jax.weights.hf_names import RowOrder
@@ -37,7 +38,9 @@ def export_hf(
 
     Raises:
         CheckpointError: `params` is not a complete set for `config`, or the folder exists.
+        TypeError: `folder` is no path.
     """
+    folder = as_path("folder", folder)
     specs, problems = check_params(config, params)
     if problems:
         raise CheckpointError(f"cannot export to {folder}: the parameters do not fit the configuration", problems)

@@ -9,6 +9,7 @@ from jax.sharding import Mesh
 
 from muse_jax import config_hf
 from muse_jax.config import MuseSparkConfig
+from muse_jax.config_checks import as_path
 from muse_jax.errors import CheckpointError, ConfigError
 from muse_jax.weights import hf_names
 from muse_jax.weights.contents import Contents
@@ -47,8 +48,9 @@ def import_hf(
         CheckpointError: lists everything that the configuration and the files' headers show to be wrong (each with
             file, tensor, what was expected and what was found); or, if that is all in order, every tensor with
             impossible values.
+        TypeError: `folder` is no path.
     """
-    folder = Path(folder)
+    folder = as_path("folder", folder)
     headline = f"cannot import {folder}"
     contents = read_contents(folder, row_order)
     if contents.problems:
@@ -68,6 +70,7 @@ def read_contents(folder: Path, row_order: RowOrder | None = None) -> Contents:
         return Contents(
             folder, "safetensors", None, files.tensors if files else {}, {},
             problems + (files.problems if files else []), files.passed_over if files else {},
+            files.unread if files else (),
         )  # fmt: skip
 
     files = _Files(folder)
@@ -85,7 +88,7 @@ def read_contents(folder: Path, row_order: RowOrder | None = None) -> Contents:
         in_files = _specs_in_files(config, specs, found)
         problems += compare({n: s for n, s in in_files.items() if n not in files.lost}, found, files.where)
     problems += _row_order_problems(found, row_order)
-    return Contents(folder, "safetensors", config, found, specs, problems, files.passed_over)
+    return Contents(folder, "safetensors", config, found, specs, problems, files.passed_over, files.unread)
 
 
 def _row_order_problems(found: Mapping[str, Tensor], row_order: RowOrder | None) -> list[str]:
@@ -183,6 +186,9 @@ class _Files:
             names = [SINGLE_FILE]
         else:
             names = sorted(path.name for path in folder.glob("*.safetensors"))
+        # Adapters, say, or a copy in another form. Hugging Face's loader passes over them silently.
+        self.unread = tuple(sorted({path.name for path in folder.glob("*.safetensors")} - {*names})) if names else ()
+        """Files that are no part of the model."""
         if not names:
             self.nothing_to_compare = True
             if not self.problems:
