@@ -40,7 +40,10 @@ class ExpertFinish : public RouterSteps {
     return !p_.kind[l].nvfp4 ? ExpertKind::kBf16 : p_.quantize_activations ? ExpertKind::kW4A4 : ExpertKind::kW4A16;
   }
 
-  // Segment sums of the units under way: [place][segment][row group of the unit][row][column], in the region.
+  // Segment sums of the units under way: [place][segment][row group of the unit][row][column], in the region. Columns
+  // change places in pairs, so that sixteen rows of two neighbouring columns, which a warp reads at once, and eight
+  // rows of all, which it writes, lie in different banks.
+  __device__ static int sum_at(int row, int column) { return row * kSliceRows + (column ^ (row / 4 % 4 * 2)); }
   __device__ float* unit_sums(uint32_t unit, int segment, int half) const {
     return region<float>() + ((unit % kUnits * kSegments + segment) * 2 + half) * 16 * kSliceRows;
   }
@@ -78,8 +81,9 @@ class ExpertFinish : public RouterSteps {
       for (int half = 0; half < job.unit_groups; ++half) {
         float s[kSegments];
 #pragma unroll
-        for (int r = 0; r < kSegments; ++r) s[r] = unit_sums(number, r, half)[j * kSliceRows + column] * unit_of_sum;
-        (half ? total[1] : total[0]) = tree8(s) * (half ? factor[1] : factor[0]);
+        for (int r = 0; r < kSegments; ++r) s[r] = unit_sums(number, r, half)[sum_at(j, column)];
+        // A power of two, which changes no rounding: once, behind the sum.
+        (half ? total[1] : total[0]) = (tree8(s) * unit_of_sum) * (half ? factor[1] : factor[0]);
       }
       if (!second) {
         push_hidden(kind, pair, group, to_bf16(silu(total[0]) * total[1]), present);

@@ -114,12 +114,13 @@ class ExpertSteps : public ExpertFinish {
         }
       }
       units_.wait_place(number);
-      float* out = unit_sums(number, warp, 0) + lane / 4 * kSliceRows + lane % 4 * 2;
-      *reinterpret_cast<float2*>(out) = float2{acc[0], acc[1]};
-      *reinterpret_cast<float2*>(out + 8 * kSliceRows) = float2{acc[2], acc[3]};
+      float* out = unit_sums(number, warp, 0);
+      const int low = sum_at(lane / 4, lane % 4 * 2), high = sum_at(lane / 4 + 8, lane % 4 * 2);
+      *reinterpret_cast<float2*>(out + low) = float2{acc[0], acc[1]};
+      *reinterpret_cast<float2*>(out + high) = float2{acc[2], acc[3]};
       if (job.unit_groups == 2) {
-        *reinterpret_cast<float2*>(out + 16 * kSliceRows) = float2{other[0], other[1]};
-        *reinterpret_cast<float2*>(out + 24 * kSliceRows) = float2{other[2], other[3]};
+        *reinterpret_cast<float2*>(out + 16 * kSliceRows + low) = float2{other[0], other[1]};
+        *reinterpret_cast<float2*>(out + 16 * kSliceRows + high) = float2{other[2], other[3]};
       }
       units_.bring(number);
     }
