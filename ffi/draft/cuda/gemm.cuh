@@ -1,7 +1,7 @@
 // The GEMMs of a draft: row-major weights, read once per 16 tokens. A block takes a run of 16-row groups, a warp one of
 // the contract's K segments of each, four groups at a time. Where it has fewer, a step goes on in k, so that as many
-// bytes are under way. Its weights come by asynchronous copies through a ring of its own: no warp waits for another. The
-// order of weights is known from the start, so that a ring runs ahead across GEMMs and barriers, 25 MB in all.
+// bytes are under way. Its weights come by asynchronous copies through a ring of its own: no warp waits for another.
+// The order of weights is known from the start, so that a ring runs ahead across GEMMs and barriers, 25 MB in all.
 #pragma once
 
 #include "ffi/draft/cuda/shared.cuh"
