@@ -121,7 +121,11 @@ def run_step(
     """All layers and the head over the rows' tokens in one custom call: `run_layers` and `run_head` in one launch.
 
     Args:
-        weights, state, rows, taps, wait_limit: as in `run_layers`.
+        weights: packed weights.
+        state: as in `run_layers`.
+        rows: as in `run_layers`.
+        taps: as in `run_layers`.
+        wait_limit: as in `run_layers`.
 
     Returns:
         (output of every row, state, taps or None).
