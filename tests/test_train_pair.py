@@ -4,19 +4,17 @@ import dataclasses
 import math
 import runpy
 import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
 from test_train_drafter import CONFIG as DRAFT
-from test_train_target import CONFIG as TARGET
+from train_helpers import TARGET
 
 from muse_jax.speculative.dflash_model import draft_specs
 from muse_jax.tokenizer import load_tokenizer
 from muse_jax.weights import convert_checkpoint, parameter_specs
 
 pytest.importorskip("matplotlib")
-sys.path.append(str(Path(__file__).parents[1] / "checkpoints/train"))
 
 import card
 import drafter

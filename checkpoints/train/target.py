@@ -22,7 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax.sharding import Mesh, PartitionSpec
-from loop import Windows, add_arguments, settled, train
+from loop import Windows, add_arguments, settled, tell, train
 
 from muse_jax import ops
 from muse_jax.config import MuseSparkConfig
@@ -202,9 +202,7 @@ def main() -> None:
         tokens=tokens, evaluate=trainer.evaluate, evaluate_every=EVALUATE_EVERY,
     )  # fmt: skip
     save(args.out / "model", trainer.config, trainer.params(state), tokenizer, overwrite=True)
-    print(
-        f"{args.out / 'model'}: after {done} of {recipe.steps} steps" + (", finished" if done == recipe.steps else "")
-    )
+    tell(args.out / "model", done, recipe.steps)
 
 
 if __name__ == "__main__":
