@@ -2,7 +2,6 @@
 
 import dataclasses
 import math
-import runpy
 import sys
 
 import numpy as np
@@ -17,11 +16,10 @@ from muse_jax.weights import convert_checkpoint, parameter_specs
 pytest.importorskip("matplotlib")
 
 import card
+import corpus
 import drafter
 import target
 import texts
-
-data = runpy.run_path(target.__file__.replace("target.py", "data.py"))
 
 
 def test_size():
@@ -41,7 +39,7 @@ def test_size():
 def test_bytes_of_tokens():
     """Tokens of any text stand for all of its bytes, special ones for none."""
     text = "def decode(state):\n    return '\u00e9 \u6f22 <bos>'  # \U0001f600\n"
-    tokenizer = data["train_tokenizer"]([text * 20], 280)
+    tokenizer = corpus.train_tokenizer([text * 20], 280)
     size = card.token_bytes(tokenizer)
     ids = tokenizer.encode(text, add_special_tokens=False).ids
     special = tokenizer.token_to_id("<bos>")
@@ -65,7 +63,7 @@ def test_commands(tmp_path, monkeypatch, capsys):
         (library / f"m{number}.py").write_text(f"def function_{number}():\n{lines}    return value_0\n")
     folder, runs, pair = tmp_path / "data", tmp_path / "runs", tmp_path / "pair"
     vocabulary = 320
-    data["make"](folder, library, vocabulary)
+    corpus.make(folder, library, vocabulary)
     small = TARGET.replace(vocab_size=vocabulary)
     monkeypatch.setattr(target, "model_config", lambda size: small.replace(vocab_size=size))
     monkeypatch.setattr(drafter, "draft_config", lambda config: dataclasses.replace(DRAFT, vocab_size=vocabulary))

@@ -2,7 +2,7 @@
 
     python checkpoints/train/target.py DATA OUT [--minutes 8] [--steps 3000]
 
-DATA is what data.py made. A run ends before its time limit; the same command goes on, up to the last step. OUT gets
+DATA is what corpus.py made. A run ends before its time limit; the same command goes on, up to the last step. OUT gets
 `model/`, our form with bf16 masters, as far as it has come, and the loop's own files (loop.py).
 
 The forward pass is the exact one that decoding reproduces, NVFP4 experts quantised from their masters in every step;
@@ -188,8 +188,8 @@ def _initial(name: str, shape: tuple[int, ...], key: jax.Array) -> jax.Array:
 
 def main() -> None:
     """Trains for a while."""
-    parser = argparse.ArgumentParser(description="Trains a small Muse Spark on the token ids that data.py made.")
-    parser.add_argument("data", type=Path, help="folder that data.py made")
+    parser = argparse.ArgumentParser(description="Trains a small Muse Spark on the token ids that corpus.py made.")
+    parser.add_argument("data", type=Path, help="folder that corpus.py made")
     add_arguments(parser, Recipe)
     args = parser.parse_args()
     recipe, tokenizer = settled(args, Recipe), load_tokenizer(args.data)
