@@ -1,20 +1,21 @@
 """The training data of checkpoints/train: whose text it is, what is held out, and that no byte of it is lost."""
 
+import importlib.machinery
 import json
-import runpy
 import shutil
+import sys
 import sysconfig
 from pathlib import Path
 
+import corpus
 import numpy as np
 import pytest
 
 from muse_jax.tokenizer import load_tokenizer
 
-SCRIPT = Path(__file__).parents[1] / "checkpoints/train/data.py"
 LIBRARY = Path(sysconfig.get_paths()["stdlib"])
 VOCABULARY = 512
-data = runpy.run_path(str(SCRIPT))
+SCRIPTS = Path(corpus.__file__).parent
 
 
 @pytest.fixture(scope="module")
@@ -33,8 +34,8 @@ def library(tmp_path_factory):
 
 def test_files_and_ids(library, tmp_path):
     """Every text is in exactly one split, comes back byte for byte from the ids, and all is the same a second time."""
-    about = data["make"](tmp_path / "one", library, VOCABULARY)
-    data["make"](tmp_path / "two", library, VOCABULARY)
+    about = corpus.make(tmp_path / "one", library, VOCABULARY)
+    corpus.make(tmp_path / "two", library, VOCABULARY)
     for name in ("tokenizer.json", "train.npy", "held_out.npy", "data.json"):
         assert (tmp_path / "one" / name).read_bytes() == (tmp_path / "two" / name).read_bytes(), name
     assert json.loads((tmp_path / "one/data.json").read_text()) == about
@@ -59,20 +60,28 @@ def test_files_and_ids(library, tmp_path):
 
 def test_a_file_never_changes_sides(library):
     """Other files, other names and another order do not matter."""
-    files = data["sources"](library)
-    train, held_out = map(set, data["split"](files))
-    fewer_train, fewer_held_out = map(set, data["split"](files[::-2]))
+    files = corpus.sources(library)
+    train, held_out = map(set, corpus.split(files))
+    fewer_train, fewer_held_out = map(set, corpus.split(files[::-2]))
     assert fewer_train < train and fewer_held_out <= held_out
 
 
 def test_bad_input(library, tmp_path):
-    texts, _ = data["split"](data["sources"](library))
+    texts, _ = corpus.split(corpus.sources(library))
     for vocabulary, says in ((258, "give 259 entries"), (60000, "what the texts have pieces for"), (70000, "uint16")):
         with pytest.raises(ValueError, match=says):
-            data["train_tokenizer"](texts, vocabulary)
+            corpus.train_tokenizer(texts, vocabulary)
     with pytest.raises(ValueError, match="needed: 1 of each"):
-        data["make"](tmp_path / "none", tmp_path, VOCABULARY)
+        corpus.make(tmp_path / "none", tmp_path, VOCABULARY)
     assert not (tmp_path / "none").exists()
     (tmp_path / "there").mkdir()
     with pytest.raises(FileExistsError, match="give the name of a folder to create"):
-        data["make"](tmp_path / "there", library, VOCABULARY)
+        corpus.make(tmp_path / "there", library, VOCABULARY)
+
+
+def test_scripts_stand_for_no_other_module():
+    """Scripts lie on the tests' path; one called like a folder there hid it, or not, by the order of the tests."""
+    elsewhere = [entry for entry in sys.path if Path(entry).resolve() != SCRIPTS]
+    names = [file.stem for file in SCRIPTS.glob("*.py")]
+    assert "target" in names
+    assert not [name for name in names if importlib.machinery.PathFinder.find_spec(name, elsewhere)]

@@ -2,16 +2,14 @@
 
 import csv
 import dataclasses
-import sys
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from train_helpers import TARGET
 
 from muse_jax import LanguageModel, load_draft, weights
-from muse_jax.config import MuseSparkConfig
 from muse_jax.mesh import make_mesh
 from muse_jax.speculative import DFlashConfig
 from muse_jax.speculative import dflash_reference as reference
@@ -19,18 +17,11 @@ from muse_jax.speculative.dflash_model import draft_specs, empty_context
 from muse_jax.speculative.dflash_weights import random_draft
 
 pytest.importorskip("matplotlib")
-sys.path.append(str(Path(__file__).parents[1] / "checkpoints/train"))
 
 import blocks
 import drafter
 import loop
 
-TARGET = MuseSparkConfig.tiny().replace(
-    vocab_size=64, hidden_size=128, num_hidden_layers=2, num_attention_heads=8, num_key_value_heads=8,
-    moe_hidden_size=128, moe_intermediate_size=128, num_local_experts=8, num_experts_per_tok=2, sliding_window=8,
-    layer_types=("sliding_attention", "full_attention"), layer_rope_theta=(10000.0, 0.0),
-    expert_formats=("bf16", "nvfp4"), bos_token_id=0, eos_token_ids=(1,), pad_token_id=2,
-)  # fmt: skip
 CONFIG = DFlashConfig(
     vocab_size=64, hidden_size=128, num_attention_heads=8, num_key_value_heads=2, head_dim=16, intermediate_size=128,
     windows=(12, 12), rope_theta=10000.0, rms_norm_eps=1e-5, tap_layers=(0, 1), mask_token_id=2,

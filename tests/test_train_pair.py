@@ -2,28 +2,24 @@
 
 import dataclasses
 import math
-import runpy
 import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
 from test_train_drafter import CONFIG as DRAFT
-from test_train_target import CONFIG as TARGET
+from train_helpers import TARGET
 
 from muse_jax.speculative.dflash_model import draft_specs
 from muse_jax.tokenizer import load_tokenizer
 from muse_jax.weights import convert_checkpoint, parameter_specs
 
 pytest.importorskip("matplotlib")
-sys.path.append(str(Path(__file__).parents[1] / "checkpoints/train"))
 
 import card
+import corpus
 import drafter
 import target
 import texts
-
-data = runpy.run_path(target.__file__.replace("target.py", "data.py"))
 
 
 def test_size():
@@ -43,7 +39,7 @@ def test_size():
 def test_bytes_of_tokens():
     """Tokens of any text stand for all of its bytes, special ones for none."""
     text = "def decode(state):\n    return '\u00e9 \u6f22 <bos>'  # \U0001f600\n"
-    tokenizer = data["train_tokenizer"]([text * 20], 280)
+    tokenizer = corpus.train_tokenizer([text * 20], 280)
     size = card.token_bytes(tokenizer)
     ids = tokenizer.encode(text, add_special_tokens=False).ids
     special = tokenizer.token_to_id("<bos>")
@@ -67,7 +63,7 @@ def test_commands(tmp_path, monkeypatch, capsys):
         (library / f"m{number}.py").write_text(f"def function_{number}():\n{lines}    return value_0\n")
     folder, runs, pair = tmp_path / "data", tmp_path / "runs", tmp_path / "pair"
     vocabulary = 320
-    data["make"](folder, library, vocabulary)
+    corpus.make(folder, library, vocabulary)
     small = TARGET.replace(vocab_size=vocabulary)
     monkeypatch.setattr(target, "model_config", lambda size: small.replace(vocab_size=size))
     monkeypatch.setattr(drafter, "draft_config", lambda config: dataclasses.replace(DRAFT, vocab_size=vocabulary))

@@ -2,40 +2,31 @@
 
 import csv
 import dataclasses
-import sys
-from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
 from op_helpers import same
+from train_helpers import TARGET
 
 import muse_jax
 from muse_jax import weights
-from muse_jax.config import MuseSparkConfig
 from muse_jax.mesh import make_mesh
 from muse_jax.model import Reference
 
 pytest.importorskip("matplotlib")
-sys.path.append(str(Path(__file__).parents[1] / "checkpoints/train"))
 
 import card
 import loop
 import target
 
-CONFIG = MuseSparkConfig.tiny().replace(
-    vocab_size=64, hidden_size=128, num_hidden_layers=2, num_attention_heads=8, num_key_value_heads=8,
-    moe_hidden_size=128, moe_intermediate_size=128, num_local_experts=8, num_experts_per_tok=2, sliding_window=8,
-    layer_types=("sliding_attention", "full_attention"), layer_rope_theta=(10000.0, 0.0),
-    expert_formats=("bf16", "nvfp4"), bos_token_id=0, eos_token_ids=(1,), pad_token_id=2,
-)  # fmt: skip
 RECIPE = target.Recipe(steps=12, batch=2, length=32, learning_rate=1e-2, warmup=2, bias_step=0.02)
 DATA = {"train": np.tile(np.arange(3, 40, dtype=np.uint16), 20), "held_out": np.arange(100, dtype=np.uint16) % 37 + 3}
 
 
 @pytest.fixture(scope="module")
 def trainer():
-    return target.Trainer(CONFIG, make_mesh(8), RECIPE, DATA)
+    return target.Trainer(TARGET, make_mesh(8), RECIPE, DATA)
 
 
 def run(trainer, folder, minutes=60.0):
@@ -75,12 +66,12 @@ def check_export(trainer, state, folder):
     masters, first = trainer.params(state), trainer.params(trainer.initial())
     for name in (f"layers.1.mlp.experts.{half}_proj" for half in ("gate_up", "down")):  # of the NVFP4 layer
         assert np.mean(np.asarray(masters[name]) != np.asarray(first[name])) > 0.9
-    weights.save(folder / "masters", CONFIG, masters)
+    weights.save(folder / "masters", TARGET, masters)
     weights.convert_checkpoint(folder / "masters", folder / "quantized", to="orbax", quantize=True)
     model = muse_jax.load(folder / "quantized", mesh=trainer.mesh)
     assert model.params["layers.1.mlp.experts.down_proj"].dtype == np.uint8
     text = DATA["held_out"][:96].reshape(3, 32).astype(np.int32)
-    same(model.reference(text), Reference(CONFIG, trainer.mesh).forward(masters, text))
+    same(model.reference(text), Reference(TARGET, trainer.mesh).forward(masters, text))
     mean, differing = card.both_paths(model, masters, text)
     assert differing == 0 and -0.2 < mean < 0
     assert card.both_paths(model, first, text)[1] > 80  # of 93: the comparison can fail
@@ -94,7 +85,7 @@ def test_loads_are_balanced(trainer):
         state["masters"][name] = state["masters"][name].at[0].set(0.5)  # every token's choice
     biases = {name: np.asarray(state["masters"][name]) for name in names}
     tokens = DATA["train"][trainer.batches(0)[:, None] + np.arange(RECIPE.length)]
-    taps = Reference(CONFIG, trainer.mesh).taps(trainer.params(state), tokens)
+    taps = Reference(TARGET, trainer.mesh).taps(trainer.params(state), tokens)
     largest = []
     for step in range(25):
         state, metrics = trainer.step(state, trainer.batches(step))
@@ -122,6 +113,6 @@ def test_rows_of_a_step():
 
 def test_bad_input(trainer):
     with pytest.raises(ValueError, match="length: given 12, allowed: multiples of 8"):
-        target.Trainer(CONFIG, trainer.mesh, dataclasses.replace(RECIPE, length=12), DATA)
+        target.Trainer(TARGET, trainer.mesh, dataclasses.replace(RECIPE, length=12), DATA)
     with pytest.raises(ValueError, match="train: ids up to 70, allowed: below the vocabulary, 64"):
-        target.Trainer(CONFIG, trainer.mesh, RECIPE, {"train": np.arange(71), "held_out": DATA["held_out"]})
+        target.Trainer(TARGET, trainer.mesh, RECIPE, {"train": np.arange(71), "held_out": DATA["held_out"]})

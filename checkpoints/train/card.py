@@ -2,9 +2,9 @@
 
     python checkpoints/train/card.py RUNS DATA PAIR
 
-RUNS has the folders `target` and `draft` of target.py and drafter.py, DATA is what data.py made, PAIR has the quantised
-target as `target` and gets the drafter as `draft` and the card as README.md. The exit code is 1 if one log-probability
-of the decode path differs from the training path's in a single bit, or if the pair is larger than 24 MB.
+RUNS has the folders `target` and `draft` of target.py and drafter.py, DATA is what corpus.py made, PAIR has the
+quantised target as `target` and gets the drafter as `draft` and the card as README.md. The exit code is 1 if one
+log-probability of the decode path differs from the training path's in a single bit, or if the pair is over 24 MB.
 """
 
 import argparse
@@ -115,7 +115,7 @@ def main() -> None:
     """Measures, prints, writes the card."""
     parser = argparse.ArgumentParser(description="Measures a trained pair on held-out text and writes its model card.")
     parser.add_argument("runs", type=Path, help="folder of `target` and `draft`, as the training scripts left them")
-    parser.add_argument("data", type=Path, help="folder that data.py made")
+    parser.add_argument("data", type=Path, help="folder that corpus.py made")
     parser.add_argument("pair", type=Path, help="folder of `target`, quantised")
     parser.add_argument("--rows", type=int, default=1000, help="at most so many rows of held-out text")
     parser.add_argument("--length", type=int, default=1024, help="tokens of a row")

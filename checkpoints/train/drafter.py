@@ -24,7 +24,7 @@ import numpy as np
 import optax
 from blocks import block_loss, hidden_states
 from jax.sharding import Mesh
-from loop import Windows, add_arguments, settled, train
+from loop import Windows, add_arguments, settled, tell, train
 from safetensors.numpy import save_file
 
 from muse_jax.config import MuseSparkConfig
@@ -224,9 +224,7 @@ def main() -> None:
         tokens=tokens, evaluate=trainer.evaluate, evaluate_every=EVALUATE_EVERY,
     )  # fmt: skip
     save_draft(args.out / "model", trainer.config, target, trainer.draft(state))
-    print(
-        f"{args.out / 'model'}: after {done} of {recipe.steps} steps" + (", finished" if done == recipe.steps else "")
-    )
+    tell(args.out / "model", done, recipe.steps)
 
 
 if __name__ == "__main__":

@@ -143,6 +143,11 @@ def train(
     return state, done
 
 
+def tell(model: Path, done: int, steps: int) -> None:
+    """How far a training has come; "finished" is what people wait for."""
+    print(f"{model}: after {done} of {steps} steps" + (", finished" if done == steps else ""))
+
+
 class _History:
     """Every step's metrics, on the disk as a table."""
 

@@ -2,7 +2,7 @@
 
     python checkpoints/train/target.py DATA OUT [--minutes 8] [--steps 3000]
 
-DATA is what data.py made. A run ends before its time limit; the same command goes on, up to the last step. OUT gets
+DATA is what corpus.py made. A run ends before its time limit; the same command goes on, up to the last step. OUT gets
 `model/`, our form with bf16 masters, as far as it has come, and the loop's own files (loop.py).
 
 The forward pass is the exact one that decoding reproduces, NVFP4 experts quantised from their masters in every step;
@@ -22,7 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax.sharding import Mesh, PartitionSpec
-from loop import Windows, add_arguments, settled, train
+from loop import Windows, add_arguments, settled, tell, train
 
 from muse_jax import ops
 from muse_jax.config import MuseSparkConfig
@@ -188,8 +188,8 @@ def _initial(name: str, shape: tuple[int, ...], key: jax.Array) -> jax.Array:
 
 def main() -> None:
     """Trains for a while."""
-    parser = argparse.ArgumentParser(description="Trains a small Muse Spark on the token ids that data.py made.")
-    parser.add_argument("data", type=Path, help="folder that data.py made")
+    parser = argparse.ArgumentParser(description="Trains a small Muse Spark on the token ids that corpus.py made.")
+    parser.add_argument("data", type=Path, help="folder that corpus.py made")
     add_arguments(parser, Recipe)
     args = parser.parse_args()
     recipe, tokenizer = settled(args, Recipe), load_tokenizer(args.data)
@@ -202,9 +202,7 @@ def main() -> None:
         tokens=tokens, evaluate=trainer.evaluate, evaluate_every=EVALUATE_EVERY,
     )  # fmt: skip
     save(args.out / "model", trainer.config, trainer.params(state), tokenizer, overwrite=True)
-    print(
-        f"{args.out / 'model'}: after {done} of {recipe.steps} steps" + (", finished" if done == recipe.steps else "")
-    )
+    tell(args.out / "model", done, recipe.steps)
 
 
 if __name__ == "__main__":

@@ -56,7 +56,7 @@ def main() -> None:
     """Makes texts for a while."""
     parser = argparse.ArgumentParser(description="Lets a target continue beginnings from the data.")
     parser.add_argument("target", type=Path, help="the quantised target's folder")
-    parser.add_argument("data", type=Path, help="folder that data.py made")
+    parser.add_argument("data", type=Path, help="folder that corpus.py made")
     parser.add_argument("out", type=Path, help="folder, new or of an earlier run")
     parser.add_argument("--minutes", type=float, default=8, help="limit of this run, compilation counted")
     parser.add_argument("--rows", type=int, default=8192, help=f"texts to train on, in batches of {BATCH}")

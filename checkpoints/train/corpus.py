@@ -1,6 +1,6 @@
 """The text that a trained pair learns from, and its tokenizer: the Python standard library's own sources.
 
-    python checkpoints/train/data.py OUT [--vocabulary 4096]
+    python checkpoints/train/corpus.py OUT [--vocabulary 4096]
 
 Everyone who has Python has them, under the PSF licence; OUT/data.json says which version. OUT gets tokenizer.json and
 the token ids of both splits, `train.npy` and `held_out.npy`: uint16 [N], each file's text between `<bos>` and `<eos>`.
