@@ -23,7 +23,7 @@ DOCUMENTS = [
 NOT_HERE = {
     r"make (test|test-gpu|test-slow|docs|cuda-archs)": "by whoever runs these tests, on GPUs, with nvcc",
     r"python benchmarks/\w+\.py.*": "needs an H200",
-    r"python checkpoints/train/(data|target|texts|drafter|card)\.py .*": "tests/test_train_pair.py: on a small model",
+    r"python checkpoints/train/(corpus|target|texts|drafter|card)\.py .*": "tests/test_train_pair.py: on a small model",
     r"muse-jax convert RUNS/.*": "the same test does what this does",
     r'pip install "muse-jax\[train\]"': "what it brings is there",
     r"pip install -C cmake\.define\.MUSE_TIMELINE=ON \.": "builds the CUDA module",
