@@ -26,11 +26,15 @@ inline const uint16_t* bits(const Bf16& buffer) { return reinterpret_cast<const 
 inline uint16_t* bits(ffi::Result<Bf16>& buffer) { return reinterpret_cast<uint16_t*>(buffer->typed_data()); }
 inline const uint8_t* scale_bits(const E4m3& buffer) { return static_cast<const uint8_t*>(buffer.untyped_data()); }
 
+#if defined(MUSE_CUDA_MODULE) && !defined(MUSE_SIMULATOR)  // the simulator's calls come from XLA's CPU backend
+#define MUSE_ON_CUDA
+#endif
+
 // Decodes to the CUDA stream, or to null in the CPU module: one handler signature serves both.
 struct StreamContext {};
 
 // A handler's memory for its call: from XLA on CUDA, none in the CPU module.
-#if defined(MUSE_CUDA_MODULE)
+#if defined(MUSE_ON_CUDA)
 class CallScratch final : public Scratch {
  public:
   explicit CallScratch(ffi::ScratchAllocator allocator) : allocator_(std::move(allocator)) {}
@@ -139,7 +143,7 @@ namespace xla::ffi {
 template <>
 struct CtxDecoding<muse::bindings::StreamContext> {
   using Type = muse::Stream;
-#if defined(MUSE_CUDA_MODULE)
+#if defined(MUSE_ON_CUDA)
   static std::optional<Type> Decode(const XLA_FFI_Api* api, XLA_FFI_ExecutionContext* ctx,
                                     DiagnosticEngine& diagnostic) {
     return CtxDecoding<PlatformStream<void*>>::Decode(api, ctx, diagnostic);
@@ -154,7 +158,7 @@ struct CtxDecoding<muse::bindings::StreamContext> {
 template <>
 struct CtxDecoding<muse::bindings::CallScratch> {
   using Type = muse::bindings::CallScratch;
-#if defined(MUSE_CUDA_MODULE)
+#if defined(MUSE_ON_CUDA)
   static std::optional<Type> Decode(const XLA_FFI_Api* api, XLA_FFI_ExecutionContext* ctx,
                                     DiagnosticEngine& diagnostic) {
     auto allocator = CtxDecoding<ScratchAllocator>::Decode(api, ctx, diagnostic);

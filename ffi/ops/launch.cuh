@@ -33,4 +33,14 @@ Status allow_shared(const char* op, void (*kernel)(Arguments...), int64_t bytes)
                                               cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(bytes)));
 }
 
+// A launch of `blocks` x `threads` with `shared` bytes of dynamic shared memory.
+template <typename... Parameters, typename... Arguments>
+cudaError_t launch_kernel(void (*kernel)(Parameters...), int64_t blocks, int threads, int64_t shared, Stream stream,
+                          const Arguments&... arguments) {
+  cudaLaunchConfig_t config{};
+  config.gridDim = static_cast<unsigned>(blocks), config.blockDim = static_cast<unsigned>(threads);
+  config.dynamicSmemBytes = static_cast<size_t>(shared), config.stream = cuda_stream(stream);
+  return cudaLaunchKernelEx(&config, kernel, arguments...);
+}
+
 }  // namespace muse

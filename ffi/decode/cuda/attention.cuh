@@ -10,7 +10,7 @@
 #include "ffi/decode/cuda/attention_schedule.cuh"
 #include "ffi/decode/cuda/ring.cuh"
 #include "ffi/numerics/elementary.h"
-#include "ffi/numerics/mma.cuh"
+#include "ffi/device/ptx.cuh"
 
 namespace muse {
 
@@ -52,7 +52,7 @@ __device__ __forceinline__ int lane_index() { return static_cast<int>(static_cas
 __device__ __forceinline__ uint2 load_four(const uint16_t* p) { return __ldcg(reinterpret_cast<const uint2*>(p)); }
 
 __device__ __forceinline__ void mma_bf16(float (&d)[4], uint4 a, uint2 b) {
-  mma_bf16(d, {a.x, a.y, a.z, a.w}, {b.x, b.y});
+  ptx::mma_bf16(d, {a.x, a.y, a.z, a.w}, {b.x, b.y});
 }
 
 // The A operands of all rows, whose queries lie at q[row * stride]: block b holds (head g, dimensions 16 b + 4 t to +
@@ -97,31 +97,28 @@ __device__ __forceinline__ void load_keys(const AttentionUnit& u, int slot, KeyB
 // Starts to bring a 16-block's values to shared memory and its keys near: there are no registers for keys that early.
 __device__ __forceinline__ void prefetch_block(const AttentionUnit& u, int start, int slot, AttentionShared& shared) {
   const int lane = lane_index();
-  asm volatile("prefetch.global.L2 [%0];" ::"l"(u.k + slot * kHeadDim));
+  ptx::prefetch_l2(u.k + slot * kHeadDim);
   // Row lane / 8 + 4 i, piece lane % 8.
   const uint16_t* value = u.v + 8 * (lane % 8);
-  const uint32_t row = shared_address(shared.value[start / kChunk % 2][start % kChunk + lane / 8]);
+  const uint32_t row = ptx::shared_address(shared.value[start / kChunk % 2][start % kChunk + lane / 8]);
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
     const int from = __shfl_sync(~0u, slot, 4 * i + lane / 8) * kHeadDim, piece = lane % 8 ^ lane / 8 ^ i % 2 * 4;
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(row + 512 * i + 16 * piece), "l"(value + from)
-                 : "memory");
+    ptx::copy16(row + 512 * i + 16 * piece, value + from);
   }
 }
 
 // One round of prefetch_block is over; waits for the round before.
-__device__ __forceinline__ void next_values() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-__device__ __forceinline__ void wait_values() { asm volatile("cp.async.wait_group 1;" ::: "memory"); }
+__device__ __forceinline__ void next_values() { ptx::commit_copies(); }
+__device__ __forceinline__ void wait_values() { ptx::wait_copies<1>(); }
 
 // B operands of two numerator tiles over a chunk's 16-block b: dimensions 16 `tiles` to + 15.
 __device__ __forceinline__ uint4 value_operands(const AttentionShared& shared, int chunk, int b, int tiles, int lane) {
   const int position = lane % 16, piece = 2 * tiles + lane / 16;
-  uint4 out;
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
-               : "=r"(out.x), "=r"(out.y), "=r"(out.z), "=r"(out.w)
-               : "r"(shared_address(shared.value[chunk % 2][16 * b + position]) + 16 * (piece ^ position % 8))
-               : "memory");
-  return out;
+  uint32_t m[4];
+  ptx::ldmatrix_x4_trans(
+      m, ptx::shared_address(shared.value[chunk % 2][16 * b + position]) + 16 * (piece ^ position % 8));
+  return {m[0], m[1], m[2], m[3]};
 }
 
 // Out of the way of the usual.

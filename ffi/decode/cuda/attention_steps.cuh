@@ -150,7 +150,7 @@ class AttentionSteps : public RowSteps {
     KeyBlock keys;
     // The first round only loads: one copy of that code.
     int chunk = u.begin - 1;
-    asm volatile("" : "+r"(chunk));
+    ptx::opaque(chunk);
 #pragma unroll 1
     for (; chunk < u.end; ++chunk) {
       const int start = chunk * kChunk + 16 * warp, slot = block_slot(u, s_.rows, start + kChunk);
@@ -181,7 +181,7 @@ class AttentionSteps : public RowSteps {
     }
     if (thread_index() < u.rows) {
       uint32_t* count = mine<uint32_t>(w_.stretch_counts) + u.member[thread_index()] * kv_heads + head;
-      asm volatile("red.release.gpu.global.add.u32 [%0], 1;" ::"l"(count) : "memory");
+      ptx::add_release_gpu(count);
     }
   }
 
@@ -233,7 +233,7 @@ class AttentionSteps : public RowSteps {
   // Until all units that leave sums have been; called by all. If somebody gave up, the next barrier says so.
   __device__ void wait_count(uint32_t* counter, uint32_t count) {
     if (thread_index() == 0) {
-      for (uint32_t spins = 1; !place_.gave_up && load_acquire(counter) != count; ++spins)
+      for (uint32_t spins = 1; !place_.gave_up && ptx::load_acquire_gpu(counter) != count; ++spins)
         if (spins % 256 == 0 && should_leave(place_, Phase::kAttention, place_.rank, kBarrierGrace)) place_.gave_up = 1;
       *counter = 0;  // for the next layer, which lies behind barriers
     }

@@ -6,6 +6,8 @@
 
 #include <cstdint>
 
+#include "ffi/device/ptx.cuh"
+
 namespace muse {
 
 constexpr int kWarps = 8, kThreads = 32 * kWarps;  // that compute
@@ -18,14 +20,10 @@ constexpr int kTasksAtOnce = kWarps + kFinishers;
 
 // threadIdx.x, read anew in every phase. The compiler would otherwise derive dozens of numbers from it once and keep
 // them in registers, or spill them, for the whole launch.
-__device__ __forceinline__ int thread_index() {
-  uint32_t index;
-  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(index));
-  return static_cast<int>(index);
-}
+__device__ __forceinline__ int thread_index() { return ptx::thread_index(); }
 
 // All computing threads; the producer never takes part, so __syncthreads would wait for ever. Named barrier 1, because
 // 0 is __syncthreads'.
-__device__ __forceinline__ void sync_block() { asm volatile("bar.sync 1, %0;" ::"n"(kThreads) : "memory"); }
+__device__ __forceinline__ void sync_block() { ptx::bar_sync<1, kThreads>(); }
 
 }  // namespace muse

@@ -7,7 +7,7 @@
 
 #include "ffi/decode/cuda/schedule.h"
 #include "ffi/decode/cuda/step.cuh"
-#include "ffi/numerics/mma.cuh"
+#include "ffi/device/ptx.cuh"
 
 namespace muse {
 
@@ -26,8 +26,8 @@ __device__ __forceinline__ void chain_tiles(const unsigned char* chunk, const ui
   const uint4* weights = reinterpret_cast<const uint4*>(chunk) + lane;
   const auto step = [&](const uint4& w, const uint4& x) {
     const uint32_t a[4] = {w.x, w.y, w.z, w.w}, x0[2] = {x.x, x.y}, x1[2] = {x.z, x.w};
-    mma_bf16(acc[0], a, x0);
-    if (two) mma_bf16(acc[1], a, x1);
+    ptx::mma_bf16(acc[0], a, x0);
+    if (two) ptx::mma_bf16(acc[1], a, x1);
   };
   if (tiles == kSlotTiles) {  // all loads in flight
     uint4 w[kSlotTiles], x[kSlotTiles];
@@ -50,13 +50,13 @@ class DenseBase : public StepBase {
   // fetched.
   __device__ void load_operand(const uint16_t* operand, int width, int i0, int first, int tiles) {
     const uint4* from = reinterpret_cast<const uint4*>(operand + i0 * width + first * static_cast<int>(kTile));
-    const uint32_t to = shared_address(region<uint4>());
+    const uint32_t to = ptx::shared_address(region<uint4>());
     const int count = rows() - i0, end = tiles * 32;
 #pragma unroll 4
     for (int at = thread_index(); at < end; at += kThreads)
       if ((at & 31) / 4 < count)  // past L1, all in flight
-        asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to + at * 16), "l"(from + at) : "memory");
-    asm volatile("cp.async.wait_all;" ::: "memory");
+        ptx::copy16(to + at * 16, from + at);
+    ptx::wait_all_copies();
   }
 
   // This block's tasks of `job` for the pass that starts at row i0; their segment of the operand is in the region.

@@ -16,8 +16,9 @@ class DenseSteps : public OperandSteps {
     for (int i0 = 0; i0 < rows(); i0 += kPassRows) {
       if (!load(i0)) return false;
       mark(Mark::kLoad);
+      const bool routed = s_.gemm == Gemm::kPreExpert;  // behind the last meeting the first thread moves on
       multiply(i0);
-      if (s_.gemm == Gemm::kPreExpert) run_phase<&DenseSteps::router_dots>(i0);
+      if (routed) run_phase<&DenseSteps::router_dots>(i0);
     }
     if (thread_index() == 0)
       s_.gemm = s_.gemm == Gemm::kPostExpert ? Gemm::kQkvu : Gemm{static_cast<uint32_t>(s_.gemm) + 1};

@@ -4,7 +4,7 @@
 
 #include "ffi/decode/cuda/ring.cuh"
 #include "ffi/decode/cuda/schedule.h"
-#include "ffi/numerics/mma.cuh"
+#include "ffi/device/ptx.cuh"
 
 namespace muse {
 
@@ -32,14 +32,7 @@ __device__ __forceinline__ void load_tokens(const uint16_t* row, int count, int 
 struct PanelScales {
   uint32_t word[4];
   __device__ __forceinline__ float2 of(int block) const {
-    const uint16_t two = static_cast<uint16_t>(word[block / 2] >> (16 * (block % 2)));
-    uint32_t halves;
-    asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(halves) : "h"(two));
-    float low, high;
-    asm("{ .reg .f16 a, b; mov.b32 {a, b}, %2; cvt.f32.f16 %0, a; cvt.f32.f16 %1, b; }"
-        : "=f"(low), "=f"(high)
-        : "r"(halves));
-    return {low, high};
+    return ptx::from_e4m3x2(static_cast<uint16_t>(word[block / 2] >> (16 * (block % 2))));
   }
 };
 
@@ -103,7 +96,7 @@ __device__ __forceinline__ void chain_codes(const unsigned char* chunk, int pane
       codes_to_fp16(e == 0 ? words.x : e == 1 ? words.y : e == 2 ? words.z : words.w, a);
 #pragma unroll
       for (int j = 0; j < 4; ++j) sum[which][e][j] = 0.0f;
-      mma_fp16(sum[which][e], a, x[group * kGroup + e]);
+      ptx::mma_fp16(sum[which][e], a, x[group * kGroup + e]);
       scale[which][e] = scales.of(b + e);
     }
     if (group > 0) add(1 - which);
@@ -122,7 +115,7 @@ __device__ __forceinline__ void chain_panel(const unsigned char* panel, int lane
     for (int e = 0; e < 4; ++e) {
       uint32_t a[4];
       codes_to_bf16(e == 0 ? words.x : e == 1 ? words.y : e == 2 ? words.z : words.w, scales.of(b + e), a);
-      mma_bf16(acc, a, x[b + e]);
+      ptx::mma_bf16(acc, a, x[b + e]);
     }
   }
 }
@@ -135,7 +128,7 @@ __device__ __forceinline__ void chain_expert_tiles(const unsigned char* chunk, i
     if (b >= tiles) break;
     const uint4 w = reinterpret_cast<const uint4*>(chunk)[b * 32 + lane];
     const uint32_t a[4] = {w.x, w.y, w.z, w.w};
-    mma_bf16(acc, a, x[b]);
+    ptx::mma_bf16(acc, a, x[b]);
   }
 }
 

@@ -51,11 +51,7 @@ Status prepare_head(const Plan& plan, Prepared* prepared) {
 Status launch_head(Stream stream, const StepArgs& args, int blocks) {
   const auto cuda_stream = static_cast<cudaStream_t>(stream);
   cudaError_t e = clear_head(args, cuda_stream);
-  if (e == cudaSuccess) {
-    decode_head<<<blocks / args.local_count * args.local_count, kLaunchThreads, sizeof(BlockShared) + args.region_bytes,
-                  cuda_stream>>>(args);
-    e = cudaGetLastError();
-  }
+  if (e == cudaSuccess) e = launch_fused(decode_head, args, blocks, sizeof(BlockShared), stream);
   return e == cudaSuccess ? Status{} : Status{std::string("decode_head: ") + cudaGetErrorString(e)};
 }
 

@@ -7,6 +7,7 @@
 
 #include "ffi/decode/cuda/block.cuh"
 #include "ffi/decode/cuda/launches.h"
+#include "ffi/ops/launch.cuh"
 
 namespace muse {
 
@@ -30,6 +31,13 @@ Status prepare_kernel(const char* name, Kernel kernel, int64_t fixed_bytes, int6
   prepared->region_bytes = static_cast<uint32_t>(region_bytes);
   prepared->blocks = multiprocessors;  // one per multiprocessor: its ring fills the shared memory
   return {};
+}
+
+// Every local rank gets an equal share of the blocks.
+template <typename Kernel>
+cudaError_t launch_fused(Kernel kernel, const StepArgs& args, int blocks, int64_t fixed_bytes, Stream stream) {
+  return launch_kernel(kernel, blocks / args.local_count * args.local_count, kLaunchThreads,
+                       fixed_bytes + args.region_bytes, stream, args);
 }
 
 // Results start as ones: what a launch that gave up leaves is NaN everywhere and token -1.

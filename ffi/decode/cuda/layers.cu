@@ -213,11 +213,7 @@ Status launch_layers(Stream stream, const StepArgs& args, int blocks) {
     if (e == cudaSuccess) e = fill_with_ones(args.results.tap_weights, run * p.rows * p.top_k * 4, cuda_stream);
   }
   if (e == cudaSuccess && args.head.token) e = clear_head(args, cuda_stream);
-  if (e == cudaSuccess) {
-    const int grid = blocks / args.local_count * args.local_count;
-    decode_layers<<<grid, kLaunchThreads, sizeof(BlockShared) + args.region_bytes, cuda_stream>>>(args);
-    e = cudaGetLastError();
-  }
+  if (e == cudaSuccess) e = launch_fused(decode_layers, args, blocks, sizeof(BlockShared), stream);
   return e == cudaSuccess ? Status{} : Status{std::string("decode_layers: ") + cudaGetErrorString(e)};
 }
 

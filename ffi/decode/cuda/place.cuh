@@ -19,15 +19,15 @@ __device__ __forceinline__ void start_block(const StepArgs& args, BlockShared& s
     place.workspace = shared.args.workspace;
     place.control = reinterpret_cast<Control*>(args.workspace[rank]);
     place.report = args.report[rank];
-    place.deadline = now() + args.wait_limit_ns;
+    place.deadline = ptx::globaltimer() + args.wait_limit_ns;
     place.rank = rank;
     place.index = blockIdx.x % size;
     place.size = size;
     place.layer = static_cast<uint32_t>(args.plan.layer_begin);
-    place.epoch = load_relaxed(&place.control->epoch);
-    place.arrivals = load_relaxed(&place.control->base);
+    place.epoch = ptx::load_relaxed_sys(&place.control->epoch);
+    place.arrivals = ptx::load_relaxed_sys(&place.control->base);
     place.chunk = place.unit = place.dense = place.events = 0;
-    place.gave_up = load_relaxed(&place.control->abort);  // an earlier step's failure; nothing works until the rebuild
+    place.gave_up = ptx::load_relaxed_sys(&place.control->abort);  // an earlier step's failure; nothing works until the rebuild
   }
   if (const int i = threadIdx.x; i < 8) {
     const int size = gridDim.x / args.local_count, index = blockIdx.x % size, rank = args.local[blockIdx.x / size];

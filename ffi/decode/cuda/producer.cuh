@@ -12,7 +12,7 @@ class Producer {
  public:
   __device__ explicit Producer(BlockShared& shared) : s_(shared), ring_(shared.ring), lane_(threadIdx.x % 32) {
     // Weights are read once: let them not push activations out of L2.
-    asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy_));
+    policy_ = ptx::evict_first_policy();
   }
 
   // Each is called by the whole warp and returns false when the block is leaving.
@@ -46,7 +46,7 @@ class Producer {
   static __device__ __forceinline__ void prefetch(int32_t n, From from, uint32_t bytes) {
 #pragma unroll 1
     for (int32_t i = threadIdx.x % 32; i < n; i += 32)
-      asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from(i)), "r"(bytes) : "memory");
+      ptx::bulk_prefetch_l2(from(i), bytes);
   }
 
   __device__ bool wait_experts_known(uint32_t layer) const { return ring_.wait_experts_known(layer); }

@@ -89,7 +89,7 @@ class RowSteps : public DenseSteps {
   }
 
   __device__ static void copy_quad(void* to, const void* from) {
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared_address(to)), "l"(from) : "memory");
+    ptx::copy16(ptx::shared_address(to), from);
   }
 
   // In shared memory: row z that a branch's norm sees; of a unit's columns the stream, alpha and beta; the row's gains.
@@ -129,7 +129,7 @@ class RowSteps : public DenseSteps {
 #pragma unroll 1
     for (int c = lane; c < words; c += 32 * kSegments)
       wait_words(place_, Phase::kBranch, slots + c, 32, (words - c + 31) / 32, segment, two + 2 * c, 64, kBranchGrace);
-    asm volatile("cp.async.wait_all;" ::: "memory");
+    ptx::wait_all_copies();
     __syncwarp();  // the gains are the warp's
 #pragma unroll 4
     for (int c = lane; c < words; c += 32) {

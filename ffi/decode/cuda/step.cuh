@@ -179,7 +179,7 @@ class StepBase {
     for (uint32_t spins = 1; !place_.gave_up; ++spins) {
       uint64_t word[N];
 #pragma unroll
-      for (int r = 0; r < N; ++r) word[r] = load_slot(slot(r));
+      for (int r = 0; r < N; ++r) word[r] = ptx::load_relaxed_sys(slot(r));
       int missing = -1;
 #pragma unroll
       for (int r = 0; r < N; ++r) {

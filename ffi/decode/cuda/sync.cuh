@@ -24,45 +24,16 @@ struct Place {
   volatile uint32_t gave_up;   // some thread of the block waited too long
 };
 
-__device__ __forceinline__ uint64_t now() {
-  uint64_t t;
-  asm volatile("mov.u64 %0, %globaltimer;" : "=l"(t));
-  return t;
-}
-
-__device__ __forceinline__ uint32_t load_relaxed(const uint32_t* p) {
-  uint32_t v;
-  asm volatile("ld.relaxed.sys.global.u32 %0, [%1];" : "=r"(v) : "l"(p) : "memory");
-  return v;
-}
-
-__device__ __forceinline__ uint32_t load_acquire(const uint32_t* p) {
-  uint32_t v;
-  asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(v) : "l"(p) : "memory");
-  return v;
-}
-
 // Adds 1; what the thread's warp or block stored before it met is there for whoever acquires the sum.
-__device__ __forceinline__ uint32_t count_arrival(uint32_t* counter) {
-  uint32_t before;
-  asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], 1;" : "=r"(before) : "l"(counter) : "memory");
-  return before;
-}
+__device__ __forceinline__ uint32_t count_arrival(uint32_t* counter) { return ptx::add_acq_rel_gpu(counter); }
 
 __device__ __forceinline__ void store_slot(uint64_t* slot, uint32_t data, uint32_t epoch) {
-  const uint64_t word = static_cast<uint64_t>(epoch) << 32 | data;
-  asm volatile("st.relaxed.sys.global.u64 [%0], %1;" ::"l"(slot), "l"(word) : "memory");
-}
-
-__device__ __forceinline__ uint64_t load_slot(const uint64_t* slot) {
-  uint64_t word;
-  asm volatile("ld.relaxed.sys.global.u64 %0, [%1];" : "=l"(word) : "l"(slot) : "memory");
-  return word;
+  ptx::store_relaxed_sys(slot, static_cast<uint64_t>(epoch) << 32 | data);
 }
 
 // What the block stored before it met is there for whoever sees a slot that this thread stores next, and the other way
 // round: a slot that it saw brings what lies behind it.
-__device__ __forceinline__ void fence_rank() { asm volatile("fence.acq_rel.gpu;" ::: "memory"); }
+__device__ __forceinline__ void fence_rank() { ptx::fence_acq_rel_gpu(); }
 
 constexpr uint64_t kReportGrace = 100'000'000;  // ns
 
@@ -78,11 +49,11 @@ inline __device__ __noinline__ void give_up(const Place& place, ReportCode code,
   __threadfence_system();
   // Limits run out everywhere at about the same time, and who waits for the culprit may not be the first.
   if (code == kTimedOut)
-    for (const uint64_t until = now() + kReportGrace; now() < until;) {
+    for (const uint64_t until = ptx::globaltimer() + kReportGrace; ptx::globaltimer() < until;) {
     }
   for (int r = 0; r < kRanks; ++r) {
     uint32_t* abort = &reinterpret_cast<Control*>(place.workspace[r])->abort;
-    asm volatile("st.relaxed.sys.global.u32 [%0], %1;" ::"l"(abort), "r"(1u) : "memory");
+    ptx::store_relaxed_sys(abort, 1u);
   }
   __threadfence_system();
 }
@@ -94,8 +65,8 @@ constexpr uint64_t kBranchGrace = 125'000'000;
 
 // Looked at now and then by whoever spins.
 inline __device__ __noinline__ bool should_leave(const Place& place, Phase phase, uint32_t source, uint64_t grace = 0) {
-  if (load_relaxed(&place.control->abort)) return true;
-  if (now() < place.deadline + grace) return false;
+  if (ptx::load_relaxed_sys(&place.control->abort)) return true;
+  if (ptx::globaltimer() < place.deadline + grace) return false;
   give_up(place, kTimedOut, phase, source);
   return true;
 }
@@ -109,7 +80,7 @@ inline __device__ __noinline__ float wait_sum(Place& place, Phase phase, const u
   for (uint32_t spins = 1; !place.gave_up; ++spins) {
     uint64_t word[kSegments];
 #pragma unroll
-    for (int r = 0; r < kSegments; ++r) word[r] = load_slot(slot + r * stride);
+    for (int r = 0; r < kSegments; ++r) word[r] = ptx::load_relaxed_sys(slot + r * stride);
     int missing = -1;
 #pragma unroll
     for (int r = 0; r < kSegments; ++r) {
@@ -131,10 +102,7 @@ inline __device__ __noinline__ uint32_t wait_segments(Place& place, Phase phase,
     uint64_t word[kSegments][2];
 #pragma unroll
     for (int r = 0; r < kSegments; ++r)  // each of the two is read at once, which is enough
-      asm volatile("ld.relaxed.gpu.global.v2.u64 {%0, %1}, [%2];"
-                   : "=l"(word[r][0]), "=l"(word[r][1])
-                   : "l"(slot + r * stride)
-                   : "memory");
+      ptx::load_relaxed_gpu_v2(slot + r * stride, word[r]);
     bool there = true;
 #pragma unroll
     for (int r = 0; r < kSegments; ++r)
@@ -157,7 +125,7 @@ inline __device__ __noinline__ void wait_words(Place& place, Phase phase, const 
   for (uint32_t spins = 1; !place.gave_up; ++spins) {
     uint64_t word[kSegments];
 #pragma unroll
-    for (int r = 0; r < kSegments; ++r) word[r] = load_slot(slot + min(r, n - 1) * stride);
+    for (int r = 0; r < kSegments; ++r) word[r] = ptx::load_relaxed_sys(slot + min(r, n - 1) * stride);
     int missing = -1;
 #pragma unroll
     for (int r = 0; r < kSegments; ++r) {
@@ -174,10 +142,10 @@ inline __device__ __noinline__ bool rank_barrier(Place& place, Phase phase) {
   sync_block();
   if (thread_index() == 0) {
     uint32_t* barrier = &place.control->barrier;
-    asm volatile("red.release.gpu.global.add.u32 [%0], 1;" ::"l"(barrier) : "memory");
+    ptx::add_release_gpu(barrier);
     const uint32_t target = place.arrivals += place.size;
     // The count runs on through all launches and wraps around.
-    for (uint32_t spins = 1; !place.gave_up && static_cast<int32_t>(load_acquire(barrier) - target) < 0; ++spins)
+    for (uint32_t spins = 1; !place.gave_up && static_cast<int32_t>(ptx::load_acquire_gpu(barrier) - target) < 0; ++spins)
       if (spins % 256 == 0 && should_leave(place, phase, place.rank, kBarrierGrace)) place.gave_up = 1;
   }
   sync_block();

@@ -19,24 +19,24 @@ class UnitQueue {
 
   // By one thread, before the block's first __syncthreads.
   __device__ void init() const {
-    for (int i = 0; i < kUnits; ++i) barrier_init(&s_.full[i], kThreads), barrier_init(&s_.empty[i], 32);
-    barrier_init(&s_.begun, kThreads);
-    barrier_init(&s_.ended, 32 * kFinishers);
-    barrier_init(&s_.dense_begun, kThreads);
-    barrier_init(&s_.dense_ended, 32 * kFinishers);
-    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    for (int i = 0; i < kUnits; ++i) ptx::mbarrier_init(&s_.full[i], kThreads), ptx::mbarrier_init(&s_.empty[i], 32);
+    ptx::mbarrier_init(&s_.begun, kThreads);
+    ptx::mbarrier_init(&s_.ended, 32 * kFinishers);
+    ptx::mbarrier_init(&s_.dense_begun, kThreads);
+    ptx::mbarrier_init(&s_.dense_ended, 32 * kFinishers);
+    ptx::fence_mbarrier_init();
   }
 
   // Computing warps. `second`: of a layer's two GEMMs, which is also the parity.
-  __device__ void begin() const { barrier_arrive(&s_.begun); }
+  __device__ void begin() const { ptx::mbarrier_arrive(&s_.begun); }
   __device__ __forceinline__ void wait_place(uint32_t unit) const {
     const uint32_t use = unit >> kUnitsLog2;
     if (use > 0) pass(&s_.empty[unit % kUnits], (use - 1) & 1u);
   }
-  __device__ __forceinline__ void bring(uint32_t unit) const { barrier_arrive(&s_.full[unit % kUnits]); }
+  __device__ __forceinline__ void bring(uint32_t unit) const { ptx::mbarrier_arrive(&s_.full[unit % kUnits]); }
   __device__ __forceinline__ void wait_end(bool second) const { pass(&s_.ended, second); }
   // `pass`: how many there were before.
-  __device__ void begin_dense() const { barrier_arrive(&s_.dense_begun); }
+  __device__ void begin_dense() const { ptx::mbarrier_arrive(&s_.dense_begun); }
   __device__ __forceinline__ void wait_dense_end(uint32_t pass) const { this->pass(&s_.dense_ended, pass & 1u); }
 
   // Finishing warps; false: the block is leaving.
@@ -44,20 +44,21 @@ class UnitQueue {
   __device__ bool wait_dense(uint32_t pass, const Ring& ring) const {
     return pass_or_leave(&s_.dense_begun, pass & 1u, ring);
   }
-  __device__ void end_dense() const { barrier_arrive(&s_.dense_ended); }
+  __device__ void end_dense() const { ptx::mbarrier_arrive(&s_.dense_ended); }
   __device__ bool wait_unit(uint32_t unit, const Ring& ring) const {
     return pass_or_leave(&s_.full[unit % kUnits], (unit >> kUnitsLog2) & 1u, ring);
   }
-  __device__ void done(uint32_t unit) const { barrier_arrive(&s_.empty[unit % kUnits]); }
-  __device__ void end() const { barrier_arrive(&s_.ended); }
+  __device__ void done(uint32_t unit) const { ptx::mbarrier_arrive(&s_.empty[unit % kUnits]); }
+  __device__ void end() const { ptx::mbarrier_arrive(&s_.ended); }
 
  private:
   __device__ static __forceinline__ void pass(uint64_t* barrier, uint32_t parity) {
-    while (!barrier_passed(barrier, parity)) {
+    while (!ptx::mbarrier_try_wait(barrier, parity)) {
     }
   }
   __device__ static bool pass_or_leave(uint64_t* barrier, uint32_t parity, const Ring& ring) {
-    while (!barrier_passed(barrier, parity)) {
+    // Lanes may see the phase end at different looks; none goes on before all have.
+    while (!__all_sync(~0u, ptx::mbarrier_try_wait(barrier, parity))) {
       if (ring.leaving()) return false;
       __nanosleep(kPollInterval);
     }

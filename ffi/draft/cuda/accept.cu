@@ -115,8 +115,7 @@ Status accept(Stream stream, const AcceptCall& call) {
   cudaError_t e = cudaGetDevice(&device);
   if (e == cudaSuccess) e = cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device);
   if (e != cudaSuccess) return cuda_status("accept", e);
-  accept_kernel<<<4 * multiprocessors, kThreads, 0, cuda_stream(stream)>>>(call);
-  return launched("accept");
+  return cuda_status("accept", launch_kernel(accept_kernel, 4 * multiprocessors, kThreads, 0, stream, call));
 }
 
 }  // namespace muse

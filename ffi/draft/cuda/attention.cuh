@@ -4,7 +4,7 @@
 #pragma once
 
 #include "ffi/draft/cuda/shared.cuh"
-#include "ffi/numerics/mma.cuh"
+#include "ffi/device/ptx.cuh"
 
 namespace muse {
 
@@ -119,7 +119,7 @@ class DraftAttention : public DraftPhases {
       s_.position[key] = own || there < newest ? there : -1;
     }
 
-    const uint32_t base = shared_address(s_.region);
+    const uint32_t base = ptx::shared_address(s_.region);
     const int halves = (d + kColumns - 1) / kColumns, turns = (keys + kTurn - 1) / kTurn;
     uint32_t weights[kKeyBlocks][4];
     float largest[2], denominator[4];
@@ -156,7 +156,7 @@ class DraftAttention : public DraftPhases {
         uint32_t v[4][4];
 #pragma unroll
         for (int two = 0; two < 4; ++two)
-          load_matrices_transposed(v[two], base + tile_offset(two * 32 + lane(), tile8));
+          ptx::ldmatrix_x4_trans(v[two], base + tile_offset(two * 32 + lane(), tile8));
         float sum[4];
         product(weights, [&](int i) { return v[i / 4][i % 4]; }, sum);
         const int column = half * kColumns + tile8 * 8 + 2 * t;
@@ -194,13 +194,13 @@ class DraftAttention : public DraftPhases {
           __syncwarp();  // the compiler would bring several tiles first, and spill
           const int key = i16 * kTurn + i * 8 + (lane() & 7);
           uint32_t k[2][4];
-          load_matrices(k[0], base + tile_offset(key, lane() >> 3));
-          load_matrices(k[1], base + tile_offset(key, (lane() >> 3) + 4));
+          ptx::ldmatrix_x4(k[0], base + tile_offset(key, lane() >> 3));
+          ptx::ldmatrix_x4(k[1], base + tile_offset(key, (lane() >> 3) + 4));
           float r[4][4] = {};
 #pragma unroll
           for (int block = 0; block < 4; ++block) {
             const uint32_t two[2] = {k[block / 2][block % 2 * 2], k[block / 2][block % 2 * 2 + 1]};
-            mma_bf16(r[block], q[block], two);
+            ptx::mma_bf16(r[block], q[block], two);
           }
 #pragma unroll
           for (int j = 0; j < 4; ++j) {
@@ -279,7 +279,7 @@ class DraftAttention : public DraftPhases {
 #pragma unroll
     for (int block = 0; block < kKeyBlocks; ++block) {
       const uint32_t two[2] = {operand(2 * block), operand(2 * block + 1)};
-      mma_bf16(part[block], weights[block], two);
+      ptx::mma_bf16(part[block], weights[block], two);
     }
 #pragma unroll
     for (int j = 0; j < 4; ++j) {

@@ -152,7 +152,7 @@ __global__ void __launch_bounds__(kThreads, 1) draft_kernel(const __grid_constan
     for (int r = 0; r < kRanks; ++r) s.workspaces[r] = reinterpret_cast<unsigned char*>(control);
     Place& place = s.place;
     place.workspace = s.workspaces, place.control = control, place.report = reinterpret_cast<Report*>(control + 1);
-    place.deadline = now() + kWaitLimit;
+    place.deadline = ptx::globaltimer() + kWaitLimit;
     place.rank = place.layer = place.epoch = place.arrivals = place.events = 0;
     place.index = blockIdx.x, place.size = gridDim.x, place.gave_up = 0;
     make_table();
@@ -160,7 +160,7 @@ __global__ void __launch_bounds__(kThreads, 1) draft_kernel(const __grid_constan
   sync_block();
   phase<&DraftGemm::start>();
   run();
-  wait_copies<0>();  // nothing may land in the shared memory of the next block
+  ptx::wait_copies<0>();  // nothing may land in the shared memory of the next block
 }
 
 }  // namespace
@@ -183,9 +183,8 @@ Status draft(Stream stream, const DraftCall& call) {
   if (e == cudaSuccess && p.width > 0)
     e = cudaMemsetAsync(call.tree_token, 0xFF, p.batch * p.width * sizeof(int32_t), cuda_stream(stream));
   if (e != cudaSuccess) return cuda_status("draft", e);
-  draft_kernel<<<static_cast<unsigned>(std::min<int64_t>(multiprocessors, kMaxDraftBlocks)), kThreads, bytes,
-                 cuda_stream(stream)>>>(call);
-  return launched("draft");
+  return cuda_status("draft", launch_kernel(draft_kernel, std::min<int64_t>(multiprocessors, kMaxDraftBlocks), kThreads,
+                                            bytes, stream, call));
 }
 
 }  // namespace muse

@@ -5,7 +5,7 @@
 #pragma once
 
 #include "ffi/draft/cuda/shared.cuh"
-#include "ffi/numerics/mma.cuh"
+#include "ffi/device/ptx.cuh"
 
 namespace muse {
 
@@ -31,14 +31,6 @@ __device__ __forceinline__ DraftGroup draft_group(const DraftShared& s, const Dr
   int m = job.first;
   for (int n = (s.matrix[m].rows + 15) / 16; group >= n; n = (s.matrix[m].rows + 15) / 16) group -= n, ++m;
   return {m, group};
-}
-
-// Sixteen bytes of weights, or zeros. They are read once: without the hint they push the other phases' operands and
-// even the kernel's code out of L2.
-__device__ __forceinline__ void copy_weights16(uint32_t shared, const void* global, bool inside, uint64_t policy) {
-  asm volatile("cp.async.cg.shared.global.L2::cache_hint.L2::256B [%0], [%1], 16, %2, %3;" ::"r"(shared), "l"(global),
-               "r"(inside ? 16 : 0), "l"(policy)
-               : "memory");
 }
 
 // Moves a warp's cursor to the batch after the one that it is at; by all its lanes. Apart from the loop, as all that
@@ -112,7 +104,7 @@ __device__ __noinline__ void store_draft_groups(int pass, int group, int count) 
 class DraftGemm : public DraftPhases {
  public:
   __device__ explicit DraftGemm(DraftShared& shared) : DraftPhases(shared) {
-    asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy_));
+    policy_ = ptx::evict_first_policy();
     slot_ = s_.slot;
     step_ = cursor().step, fetched_ = cursor().slot;
     aim();
@@ -178,7 +170,7 @@ class DraftGemm : public DraftPhases {
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
           const int row = 4 * i + lane() / 8;
-          copy_weights16(to + j * kDraftPieceBytes + tile_offset(row, part),
+          ptx::copy16_l2_256(to + j * kDraftPieceBytes + tile_offset(row, part),
                          from + min(row, rows_[j]) * inner_,  // what does not exist is not stored
                          inside, policy_);
         }
@@ -190,12 +182,12 @@ class DraftGemm : public DraftPhases {
         aim();
       }
     }
-    commit_copies();
+    ptx::commit_copies();
     if (++fetched_ == kDraftSlots) fetched_ = 0;
   }
 
   __device__ uint32_t slot_address(int slot) const {
-    return shared_address(s_.ring) + (segment() * kDraftSlots + slot) * kDraftSlotBytes;
+    return ptx::shared_address(s_.ring) + (segment() * kDraftSlots + slot) * kDraftSlotBytes;
   }
 
   // For the next call; the block's next phase begins with a barrier.
@@ -238,21 +230,21 @@ class DraftGemm : public DraftPhases {
           load(block + b + kAtOnce);  // ahead, because they come from L2
         }
         if (b == 0) {
-          wait_copies<kDraftSlots - 1>();
+          ptx::wait_copies<kDraftSlots - 1>();
           __syncwarp();  // of all lanes
         }
         if (block + b >= blocks) break;
         uint32_t a[kGroups][4];
 #pragma unroll
         for (int j = 0; j < kGroups; ++j)
-          load_matrices(a[j], (from + (b / 4 * kGroups + j) * kDraftPieceBytes) ^ (b % 4 * 32));
+          ptx::ldmatrix_x4(a[j], (from + (b / 4 * kGroups + j) * kDraftPieceBytes) ^ (b % 4 * 32));
         const uint4& t = tokens[b % kAtOnce];
         const uint32_t low[2] = {t.x, t.y}, high[2] = {t.z, t.w};
 #pragma unroll
-        for (int j = 0; j < kGroups; ++j) mma_bf16(acc[j][0], a[j], low);
+        for (int j = 0; j < kGroups; ++j) ptx::mma_bf16(acc[j][0], a[j], low);
         if (!both) continue;
 #pragma unroll
-        for (int j = 0; j < kGroups; ++j) mma_bf16(acc[j][1], a[j], high);
+        for (int j = 0; j < kGroups; ++j) ptx::mma_bf16(acc[j][1], a[j], high);
       }
       if (++slot_ == kDraftSlots) slot_ = 0;
       __syncwarp();  // the slot has been read

@@ -1,5 +1,5 @@
 #include "ffi/numerics/elementary.h"
-#include "ffi/numerics/mma.cuh"
+#include "ffi/device/ptx.cuh"
 #include "ffi/ops/attention/attention.h"
 #include "ffi/ops/attention/chunks.h"
 #include "ffi/ops/launch.cuh"
@@ -101,15 +101,15 @@ __global__ void __launch_bounds__(kThreads) attention_kernel(Attention op, const
   const int64_t stride = op.kv_heads * kHead;
   const uint16_t* keys = k + (sequence * op.keys * op.kv_heads + kv_head) * kHead;
   const uint16_t* values = v + (sequence * op.keys * op.kv_heads + kv_head) * kHead;
-  const uint32_t base = shared_address(shared);
+  const uint32_t base = ptx::shared_address(shared);
   const auto fetch = [&](int chunk) {
     const uint32_t stage = base + chunk % kStages * 2 * kKeyBytes;
     for (int part = threadIdx.x; part < kChunkRows * kTileChunks; part += kThreads) {
       const int row = part / kTileChunks, p = chunk * kChunkRows + row;
       const bool there = p < op.keys;
       const int64_t at = (there ? p : 0) * stride + part % kTileChunks * 8;
-      copy_async16(stage + tile_offset(row, part % kTileChunks), keys + at, there);
-      copy_async16(stage + kKeyBytes + tile_offset(row, part % kTileChunks), values + at, there);
+      ptx::copy16(stage + tile_offset(row, part % kTileChunks), keys + at, there);
+      ptx::copy16(stage + kKeyBytes + tile_offset(row, part % kTileChunks), values + at, there);
     }
   };
   const uint32_t key_at = tile_offset((lane & 7) + ((lane >> 4) << 3), (lane >> 3) & 1);
@@ -121,12 +121,12 @@ __global__ void __launch_bounds__(kThreads) attention_kernel(Attention op, const
   const int first_chunk = all.first / kChunkRows,
             last_chunk = all.last < all.first ? first_chunk - 1 : all.last / kChunkRows;
   if (first_chunk <= last_chunk) fetch(first_chunk);
-  commit_copies();
+  ptx::commit_copies();
 #pragma unroll 1
   for (int chunk = first_chunk; chunk <= last_chunk; ++chunk) {
     if (chunk < last_chunk) fetch(chunk + 1);
-    commit_copies();
-    wait_copies<1>();
+    ptx::commit_copies();
+    ptx::wait_copies<1>();
     __syncthreads();
     const uint32_t stage = base + chunk % kStages * 2 * kKeyBytes;
     chunk_sums.clear();
@@ -139,10 +139,10 @@ __global__ void __launch_bounds__(kThreads) attention_kernel(Attention op, const
 #pragma unroll
       for (int b = 0; b < kHead / 16; ++b) {
         uint32_t fragment[4];
-        load_matrices(fragment, rows + (key_at ^ (b << 5)));
+        ptx::ldmatrix_x4(fragment, rows + (key_at ^ (b << 5)));
         const uint32_t low[2] = {fragment[0], fragment[1]}, high[2] = {fragment[2], fragment[3]};
-        mma_bf16(score[0], query[b], low);
-        mma_bf16(score[1], query[b], high);
+        ptx::mma_bf16(score[0], query[b], low);
+        ptx::mma_bf16(score[1], query[b], high);
       }
       // The scores' places in mma's result are those of its left operand: p needs no exchange.
       uint32_t p[4];
@@ -162,16 +162,16 @@ __global__ void __launch_bounds__(kThreads) attention_kernel(Attention op, const
       const uint32_t ones[2] = {kOnes, kOnes};
       float sum[4] = {chunk_sums.denominator[0], 0.0f, chunk_sums.denominator[1],
                       0.0f};  // the other columns are unused
-      mma_bf16(sum, p, ones);
+      ptx::mma_bf16(sum, p, ones);
       chunk_sums.denominator[0] = sum[0];
       chunk_sums.denominator[1] = sum[2];
 #pragma unroll
       for (int d = 0; d < kHead / 16; ++d) {
         uint32_t fragment[4];
-        load_matrices_transposed(fragment, rows + (value_at ^ (d << 5)));
+        ptx::ldmatrix_x4_trans(fragment, rows + (value_at ^ (d << 5)));
         const uint32_t low[2] = {fragment[0], fragment[1]}, high[2] = {fragment[2], fragment[3]};
-        mma_bf16(chunk_sums.numerator[2 * d], p, low);
-        mma_bf16(chunk_sums.numerator[2 * d + 1], p, high);
+        ptx::mma_bf16(chunk_sums.numerator[2 * d], p, low);
+        ptx::mma_bf16(chunk_sums.numerator[2 * d + 1], p, high);
       }
     }
     super.add(chunk_sums);

@@ -3,7 +3,7 @@
 // of them wait: one in registers, two in shared memory.
 #pragma once
 
-#include "ffi/numerics/mma.cuh"
+#include "ffi/device/ptx.cuh"
 #include "ffi/numerics/nvfp4.cuh"
 #include "ffi/ops/shared_memory.cuh"
 
@@ -85,7 +85,7 @@ struct WeightLoader {
         codes[i] = row[i] >= 0 ? __ldg(reinterpret_cast<const uint2*>(values) + block) : uint2{0, 0};
         scale[i] = row[i] >= 0 ? __ldg(w.scales + block) : 0u;
       } else {
-        copy_async16(tile + part_offset<Shape>(i), values + operand_offset(row[i], inner, k, part), row[i] >= 0);
+        ptx::copy16(tile + part_offset<Shape>(i), values + operand_offset(row[i], inner, k, part), row[i] >= 0);
       }
     }
   }
@@ -162,7 +162,7 @@ __device__ __forceinline__ void multiply_tile(unsigned char* shared, int inner, 
   constexpr int kColumnsAt = Shape::kRows * kTileRowBytes;  // B after A in every stage
   static_assert(kParts * Shape::kThreads == Shape::kRows * kTileChunks, "the threads share the copies evenly");
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  const uint32_t base = shared_address(shared);
+  const uint32_t base = ptx::shared_address(shared);
 
   int row[kParts];
 #pragma unroll
@@ -174,7 +174,7 @@ __device__ __forceinline__ void multiply_tile(unsigned char* shared, int inner, 
     const uint32_t tile = base + stage * Shape::kStageBytes;
 #pragma unroll
     for (int i = 0; i < kParts; ++i)
-      copy_async16(tile + tile_detail::part_offset<Shape>(i),
+      ptx::copy16(tile + tile_detail::part_offset<Shape>(i),
                    reinterpret_cast<const uint8_t*>(x) +
                        tile_detail::operand_offset(row[i], inner, k, threadIdx.x % kTileChunks),
                    row[i] >= 0);
@@ -194,7 +194,7 @@ __device__ __forceinline__ void multiply_tile(unsigned char* shared, int inner, 
       fetch(k, k);
       weights.finish(shared + k * Shape::kStageBytes + kColumnsAt);
     }
-    commit_copies();
+    ptx::commit_copies();
   }
   const auto previous = [](int stage) { return stage == 0 ? Shape::kStages - 1 : stage - 1; };
   // Stages and segments end independently of each other; both are multiples of a block of 16.
@@ -215,21 +215,21 @@ __device__ __forceinline__ void multiply_tile(unsigned char* shared, int inner, 
           weights.finish(shared + previous(stage) * Shape::kStageBytes + kColumnsAt);
         ++step;
         stage = stage + 1 == Shape::kStages ? 0 : stage + 1;
-        wait_copies<Shape::kStages - 2>();
+        ptx::wait_copies<Shape::kStages - 2>();
         __syncthreads();
         // Everybody is past the previous stage, which takes the newest fetch.
         if (step + Shape::kStages - 1 < steps) fetch(step + Shape::kStages - 1, previous(stage));
-        commit_copies();
+        ptx::commit_copies();
       }
       const uint32_t tile = base + stage * Shape::kStageBytes;
       uint32_t a_fragment[Shape::kRowTiles][4], b_fragment[Shape::kColumnTiles / 2][4];
       // A block of 16 is two chunks, so the block's number flips bits 5 and 6 of the swizzled offset.
 #pragma unroll
       for (int i = 0; i < Shape::kRowTiles; ++i)
-        load_matrices(a_fragment[i], tile + (a_at ^ (block << 5)) + i * 16 * kTileRowBytes);
+        ptx::ldmatrix_x4(a_fragment[i], tile + (a_at ^ (block << 5)) + i * 16 * kTileRowBytes);
 #pragma unroll
       for (int j = 0; j < Shape::kColumnTiles / 2; ++j)
-        load_matrices(b_fragment[j], tile + (b_at ^ (block << 5)) + j * 16 * kTileRowBytes);
+        ptx::ldmatrix_x4(b_fragment[j], tile + (b_at ^ (block << 5)) + j * 16 * kTileRowBytes);
 #pragma unroll
       for (int i = 0; i < Shape::kRowTiles; ++i)
 #pragma unroll
@@ -237,11 +237,11 @@ __device__ __forceinline__ void multiply_tile(unsigned char* shared, int inner, 
           const uint32_t operand[2] = {b_fragment[j / 2][j % 2 * 2], b_fragment[j / 2][j % 2 * 2 + 1]};
           if constexpr (kKind == Kind::kW4A4) {
             float term[4] = {0.0f, 0.0f, 0.0f, 0.0f};
-            mma_bf16(term, a_fragment[i], operand);
+            ptx::mma_bf16(term, a_fragment[i], operand);
 #pragma unroll
             for (int r = 0; r < 4; ++r) acc[i][j][r] = acc[i][j][r] + term[r];
           } else {
-            mma_bf16(acc[i][j], a_fragment[i], operand);
+            ptx::mma_bf16(acc[i][j], a_fragment[i], operand);
           }
         }
     }

@@ -1,7 +1,7 @@
 #include <cuda_runtime.h>
 
 #include "ffi/numerics/elementary.h"
-#include "ffi/numerics/mma.cuh"
+#include "ffi/device/ptx.cuh"
 #include "ffi/ops/numerics/numerics.h"
 
 namespace muse {
@@ -85,9 +85,9 @@ __global__ void fsum16_diagonal(int64_t n, const float* acc, const uint16_t* a, 
   const bool holds = t == g / 2;
   if (holds) d[g % 2] = acc[mine];
   if constexpr (kKind == Operand::kBf16)
-    mma_bf16(d, a_registers, b_registers);
+    ptx::mma_bf16(d, a_registers, b_registers);
   else
-    mma_fp16(d, a_registers, b_registers);
+    ptx::mma_fp16(d, a_registers, b_registers);
   if (holds && first + g < n) result[first + g] = d[g % 2];  // raw: what the tensor core says
 }
 
