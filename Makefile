@@ -2,10 +2,13 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-SOURCES := $(shell find ffi -type f) CMakeLists.txt pyproject.toml
+SOURCES := $(shell find ffi tests/simulator -type f) CMakeLists.txt pyproject.toml
 
 .PHONY: demo test test-slow lint docs test-gpu gpu-suite test-matrix cuda-archs clean
 .DELETE_ON_ERROR:
+
+# The CUDA kernels for tests/simulator too.
+SIMULATOR = -C cmake.define.MUSE_SIMULATOR=ON
 
 # Editable: Python files are used as they are, and these stamps rebuild the C++ when it changes. The second brings what tests
 # and lint need and stands for the first, so that `make test` alone builds once.
@@ -16,7 +19,7 @@ $(VENV)/installed: $(SOURCES)
 	touch $@
 
 $(VENV)/tools: $(SOURCES)
-	$(INSTALL) --editable ".[test,lint,plot,docs]"
+	$(INSTALL) --editable ".[test,lint,plot,docs]" $(SIMULATOR)
 	touch $(VENV)/installed $@
 
 # Made by whichever of the two installations is there.
@@ -33,7 +36,7 @@ docs: $(VENV)/tools
 lint: $(VENV)/tools
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/clang-format --dry-run --Werror $$(git ls-files 'ffi/*.h' 'ffi/*.cc' 'ffi/*.cu' 'ffi/*.cuh')
+	$(BIN)/clang-format --dry-run --Werror $$(git ls-files '*.h' '*.cc' '*.cu' '*.cuh')
 	$(BIN)/pyright --pythonpath $(BIN)/python
 
 test: lint
@@ -57,7 +60,7 @@ gpu-suite: $(VENV)/tools
 PYTHON312 ?= $(firstword $(wildcard $(HOME)/.pyenv/versions/3.12.*/bin/python) python3.12)
 define matrix
 	test -x .matrix/$(1)/bin/python || $(2) -m venv .matrix/$(1)
-	.matrix/$(1)/bin/python -m pip install --quiet --disable-pip-version-check $(3) --editable ".[test,docs]"
+	.matrix/$(1)/bin/python -m pip install --quiet --disable-pip-version-check $(3) --editable ".[test,docs]" $(SIMULATOR)
 	.matrix/$(1)/bin/python -c "import sys, jax; print('Python', sys.version.split()[0], 'jax', jax.__version__)"
 	.matrix/$(1)/bin/python -m pytest -n 2 --dist loadfile
 endef

@@ -22,6 +22,11 @@ settings.register_profile("muse", deadline=None, max_examples=50)
 settings.load_profile("muse")
 
 
+def pytest_ignore_collect(collection_path, config):
+    """Tests of tests/simulator are for the process that has it."""
+    return True if collection_path.name == "simulator" and not hasattr(config, "simulated") else None
+
+
 @pytest.fixture(scope="session", autouse=True)
 def shared_programs(tmp_path_factory, worker_id):
     """The processes that tests start on CPUs share what they compile, whichever worker starts them."""

@@ -1,40 +1,49 @@
-"""Puts the CUDA kernels, run by tests/simulator, in the place of the CPU's fused calls; before muse_jax is imported."""
+"""A pytest plugin (`-p simulated`, with tests/ on the path): the fused calls of all tests are the CUDA kernels.
 
-import importlib.util
-import sys
-from types import ModuleType
+tests/simulator runs them; what else the tests compute, and what they compare with, stays the CPU's.
+"""
+
+import importlib
+import os
+from collections import Counter
 
 import jax
 
 FUSED = ("muse_decode_", "muse_draft_", "muse_accept_")
 
 
-def install(library: str) -> ModuleType:
-    """Every fused call on CPU devices from now on is a launch of simulated blocks.
-
-    Args:
-        library: the file that CMake target `simulated` made.
-    """
-    spec = importlib.util.spec_from_file_location("muse_jax._cuda", library)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    handlers = {name: capsule for name, capsule in module.handlers().items() if name.startswith(FUSED)}
+def pytest_configure(config) -> None:
+    """From now on every fused call on CPU devices is a launch of simulated blocks, as many for a rank as
+    MUSE_SIMULATOR_BLOCKS says (8, the fewest, by default)."""
+    config.simulated = True
     register = jax.ffi.register_ffi_target
+    replaced = []
 
     def registered(name, capsule, platform):
-        register(name, handlers.pop(name, capsule), platform=platform)
+        if platform == "cpu" and name.startswith(FUSED):
+            capsule = importlib.import_module("muse_jax._simulated").handlers()[name]
+            replaced.append(name)
+        register(name, capsule, platform=platform)
 
     jax.ffi.register_ffi_target = registered
     import muse_jax._native
+
+    jax.ffi.register_ffi_target = register
+    assert len(replaced) >= len(FUSED), "imported before: what is registered stays"
+    module = importlib.import_module("muse_jax._simulated")
+
     from muse_jax import comm
     from muse_jax.speculative import dflash_call
 
-    assert not handlers, f"calls that the CPU module does not have: {sorted(handlers)}"
-    jax.ffi.register_ffi_target = register
+    create = module.create_communicator
+
+    def created(device_of_rank, sizes, loopback=False):
+        ranks = max(Counter(device_of_rank).values())  # of the fullest device
+        os.environ["MUSE_SIMULATOR_MULTIPROCESSORS"] = str(ranks * int(os.environ.get("MUSE_SIMULATOR_BLOCKS", "8")))
+        return create(device_of_rank, sizes, loopback)
+
+    module.create_communicator = created
     muse_jax._native.PLATFORMS = ("cpu", "CUDA")
     comm._cuda = lambda: module
     comm.Communicator._shares = lambda self: True
     dflash_call._on_gpu = lambda draft: True
-    sys.modules["muse_jax._cuda"] = module
-    return module

@@ -1,13 +1,12 @@
 #include "simulator.h"
 
 #include <cuda_runtime.h>
+#include <execinfo.h>
 #include <sched.h>
-#include <setjmp.h>
 #include <sys/mman.h>
 #include <ucontext.h>
+#include <unistd.h>
 
-#include <dlfcn.h>
-#include <execinfo.h>
 #include <chrono>
 #include <cstdio>
 #include <random>
@@ -24,7 +23,9 @@ namespace {
 
 constexpr size_t kStackBytes = 64 << 10;
 constexpr int kBarriers = 16;
-constexpr int kNothing = 0xFF;  // what memory holds before something arrives
+using Clock = std::chrono::steady_clock;
+constexpr auto kStuck = std::chrono::seconds(150);  // longer than any wait of the kernels
+constexpr int kNothing = 0xFF;                      // what memory holds before something arrives
 
 [[noreturn]] void wrong(const char* what) {
   fprintf(stderr, "simulator: %s, block %u, thread %u\n", what, block_index().x, thread_index().x);
@@ -36,6 +37,11 @@ uint64_t seed() {
   return text ? strtoull(text, nullptr, 10) : 0;
 }
 
+// The compiler's own setjmp: a frame and an address, a few instructions on every processor. It may not jump within one
+// function.
+using Point = void* [5];
+__attribute__((noinline)) void jump(Point& to) { __builtin_longjmp(to, 1); }
+
 struct Copy {
   void* to;
   const void* from;
@@ -43,30 +49,32 @@ struct Copy {
   int group;  // commits before it
 };
 
+// Threads of a warp as bits.
+constexpr unsigned kMaxWarps = 32;
+
 struct Barrier {
   unsigned arrived = 0;
-  uint64_t generation = 0;
+  uint32_t waiting[kMaxWarps] = {};
 };
 
-// Meetings alternate between two places: nobody comes to the next but one before all have left this one.
 struct Warp {
-  Exchange in[2], out[2];
+  uint32_t ready = 0, sleeping = 0;
+  uint64_t wakes = 0;  // those who sleep: a round
+  // Meetings alternate between two places: nobody comes to the next but one before all have left this one.
   const char* what = nullptr;
-  unsigned arrived = 0;
-  uint64_t generation = 0;
+  uint32_t arrived = 0;
+  uint64_t meetings = 0;
+  Exchange in[2], out[2];
 };
 
 struct Fiber {
-  ucontext_t start;
-  jmp_buf at;
+  Point at;
   Dim3 index;
-  enum class State { kNew, kReady, kStopped, kEnded } state = State::kNew;
-  const uint64_t* waits_for = nullptr;  // a generation that must have moved on
-  uint64_t generation = 0;
-  uint64_t sleeps_until = 0;  // a round
+  bool started = false, ended = false;
+  const void* waits_for = nullptr;  // a warp or barrier
   std::vector<Copy> copies;
   int groups = 0;
-  void* where = nullptr;
+  ucontext_t start;
 };
 
 struct BulkCopy {
@@ -84,15 +92,15 @@ struct Block {
   Barrier barriers[kBarriers];
   std::vector<BulkCopy> bulk;
   std::minstd_rand random;
-  jmp_buf scheduler;
+  Point scheduler;
   Fiber* now = nullptr;
   uint64_t round = 0;  // of looks at all warps
+  unsigned alive;      // threads that have not ended
+  bool stuck = false;  // threads that are resumed say where they are
   bool moved = false;  // something happened in this round that others may wait for
 };
 
 thread_local Block* block = nullptr;
-thread_local bool dumping = false;
-void resume(Fiber& f);
 
 // A phase of an mbarrier in its 64 bits: bytes that are still to come, arrivals likewise, how many a phase has, parity.
 struct Mbarrier {
@@ -117,31 +125,33 @@ void store(uint64_t* barrier, Mbarrier b) {
   memcpy(barrier, &b, sizeof(b));
 }
 
-void switch_to_scheduler() {
-  Fiber* own = block->now;
-  if (_setjmp(own->at) == 0) _longjmp(block->scheduler, 1);
+__attribute__((noinline)) void switch_to_scheduler() {
+  if (__builtin_setjmp(block->now->at) == 0) jump(block->scheduler);
 }
 
-void wait_for(const uint64_t* generation, uint64_t old) {
-  block->now->waits_for = generation, block->now->generation = old;
+// Goes on when somebody has set the thread's bit again.
+void wait_for(const void* what) {
+  Fiber& own = *block->now;
+  own.waits_for = what;
+  block->warps[own.index.x / 32].ready &= ~(1u << own.index.x % 32);
   switch_to_scheduler();
-  while (dumping) {
-    void* stack[20];
-    const int n = backtrace(stack, 20);
-    fprintf(stderr, "STACK thread %u\n", block->now->index.x);
-    backtrace_symbols_fd(stack, n, 2);
+  while (block->stuck) {
+    void* stack[32];
+    backtrace_symbols_fd(stack, backtrace(stack, 32), STDERR_FILENO);
     switch_to_scheduler();
   }
-  block->now->waits_for = nullptr;
+  own.waits_for = nullptr;
 }
 
 void fiber_main() {
   (*block->body)();
   Fiber* own = block->now;
   if (!own->copies.empty()) wrong("a thread ended with copies under way");
-  own->state = Fiber::State::kEnded;
+  own->ended = true;
+  block->warps[own->index.x / 32].ready &= ~(1u << own->index.x % 32);
+  --block->alive;
   block->moved = true;
-  _longjmp(block->scheduler, 1);
+  jump(block->scheduler);
 }
 
 void land(size_t which) {
@@ -153,67 +163,65 @@ void land(size_t which) {
   store(copy.barrier, b);
 }
 
-bool can_run(const Fiber& f) {
-  return f.state != Fiber::State::kEnded && f.sleeps_until <= block->round &&
-         (!f.waits_for || *f.waits_for != f.generation);
+__attribute__((noinline)) void resume(Fiber& f) {
+  block->now = &f;
+  if (__builtin_setjmp(block->scheduler) == 0) {
+    if (f.started) jump(f.at);
+    f.started = true;
+    setcontext(&f.start);
+  }
 }
 
-void resume(Fiber& f) {
-  block->now = &f;
-  if (_setjmp(block->scheduler) == 0) {
-    if (f.state == Fiber::State::kNew) {
-      f.state = Fiber::State::kReady;
-      setcontext(&f.start);
-    }
-    _longjmp(f.at, 1);
+// For whoever looks for the fault: of each warp the stacks of the first threads that wait for the same thing (names of
+// lines: addr2line -Cfpi -e LIBRARY ADDRESS).
+[[noreturn]] void say_where() {
+  static std::mutex mutex;
+  const std::lock_guard<std::mutex> lock(mutex);
+  block->stuck = true;
+  for (unsigned i = 0; i < block->fibers.size(); ++i) {
+    Fiber& f = block->fibers[i];
+    const bool as_before = i % 32 > 0 && block->fibers[i - 1].waits_for == f.waits_for;
+    if (as_before || f.ended) continue;
+    fprintf(stderr, "simulator: block %u, thread %u %s\n", block->index.x, i, f.waits_for ? "waits:" : "looks again");
+    if (f.waits_for) resume(f);
   }
+  wrong("nothing has happened for long");
 }
 
 void run_block(unsigned char* stacks) {
   Block& b = *block;
-  const unsigned threads = b.size.x, warps = (threads + 31) / 32;
+  const unsigned threads = b.size.x, warps = threads / 32;
   for (unsigned i = 0; i < threads; ++i) {
     Fiber& f = b.fibers[i];
     f.index = {i, 0, 0};
     getcontext(&f.start);
     f.start.uc_stack.ss_sp = stacks + i * kStackBytes;
-    f.start.uc_stack.ss_size = kStackBytes;
+    // Ends at different places of a page: the processor's caches would keep few of so many equal addresses.
+    f.start.uc_stack.ss_size = kStackBytes - i * 1088 % (kStackBytes / 4);
     f.start.uc_link = nullptr;
     makecontext(&f.start, fiber_main, 0);
   }
   std::vector<unsigned> order(warps);
-  for (unsigned w = 0; w < warps; ++w) order[w] = w;
-  auto last = std::chrono::steady_clock::now();
-  for (bool alive = true; alive;) {
-    alive = false;
+  for (unsigned w = 0; w < warps; ++w) order[w] = w, b.warps[w].ready = ~0u;
+  b.alive = threads;
+  Clock::time_point last = Clock::now();
+  while (b.alive > 0) {
     b.moved = false;
     ++b.round;
     std::shuffle(order.begin(), order.end(), b.random);
     for (const unsigned w : order) {
+      Warp& warp = b.warps[w];
+      if (warp.sleeping && warp.wakes <= b.round) warp.ready |= warp.sleeping, warp.sleeping = 0;
       // A warp goes on for a while: most of what it waits for is itself.
-      for (unsigned turns = 1 + b.random() % 64; turns > 0; --turns) {
-        const uint64_t before = b.warps[w].generation;
-        for (unsigned i = 32 * w; i < std::min(32 * w + 32, threads); ++i)
-          if (can_run(b.fibers[i])) resume(b.fibers[i]);
-        if (b.warps[w].generation == before) break;
-      }
-      for (unsigned i = 32 * w; i < std::min(32 * w + 32, threads); ++i)
-        alive = alive || b.fibers[i].state != Fiber::State::kEnded;
-    }
-    static const double limit = getenv("SIMWATCH") ? atof(getenv("SIMWATCH")) : 0;
-    if (b.moved) last = std::chrono::steady_clock::now();
-    if (limit && std::chrono::steady_clock::now() - last > std::chrono::duration<double>(limit)) {
-      static std::mutex m; std::lock_guard<std::mutex> g(m);
-      last = std::chrono::steady_clock::now() + std::chrono::hours(1);
-      static int dumps = 2;
-      if (dumps-- > 0) { dumping = true; for (unsigned i : {0u, 1u, 15u, 16u, 31u}) if (b.fibers[i].waits_for) resume(b.fibers[i]); dumping = false; }
-      fprintf(stderr, "STUCK block %u bulk %zu\n", b.index.x, b.bulk.size());
-      for (unsigned w = 0; w < warps; ++w) {
-        std::map<std::tuple<void*, int, bool>, int> count;
-        for (unsigned i = 32 * w; i < 32 * w + 32; ++i) ++count[{b.fibers[i].where, int(b.fibers[i].state), can_run(b.fibers[i])}];
-        for (auto& [k, n] : count) { Dl_info info; dladdr(std::get<0>(k), &info); fprintf(stderr, "  warp %u: %d at %lx state %d run %d what %s\n", w, n, (unsigned long)((char*)std::get<0>(k) - (char*)info.dli_fbase), std::get<1>(k), std::get<2>(k), b.warps[w].what ? b.warps[w].what : ""); }
+      for (unsigned turns = 1 + b.random() % 64; turns > 0 && warp.ready; --turns) {
+        const uint64_t before = warp.meetings;
+        for (uint32_t left = warp.ready; left; left &= left - 1) resume(b.fibers[32 * w + __builtin_ctz(left)]);
+        if (warp.meetings == before) break;
       }
     }
+    const auto now = Clock::now();
+    if (b.moved) last = now;
+    if (now - last > kStuck) say_where();
     if (!b.bulk.empty() && (!b.moved || b.random() % 4 == 0)) {
       land(b.random() % b.bulk.size());
     } else if (!b.moved) {
@@ -231,44 +239,47 @@ const Dim3& block_size() { return block->size; }
 const Dim3& grid_size() { return block->grid; }
 unsigned lane() { return thread_index().x % 32; }
 
-void look_again() {
-  block->now->where = __builtin_return_address(0);
-  switch_to_scheduler();
-}
+void look_again() { switch_to_scheduler(); }
 
 void sleep() {
-  block->now->sleeps_until = block->round + 8;
-  look_again();
+  const unsigned own = thread_index().x;
+  Warp& w = block->warps[own / 32];
+  w.ready &= ~(1u << own % 32);
+  w.sleeping |= 1u << own % 32;
+  w.wakes = block->round + 8;
+  switch_to_scheduler();
 }
 
 void moved() { block->moved = true; }
 
 void barrier(int index, unsigned threads) {
-  block->now->where = __builtin_return_address(0);
   Barrier& b = block->barriers[index];
-  const uint64_t generation = b.generation;
-  if (++b.arrived < threads) return wait_for(&b.generation, generation);
+  const unsigned own = thread_index().x;
+  if (++b.arrived < threads) {
+    b.waiting[own / 32] |= 1u << own % 32;
+    return wait_for(&b);
+  }
+  for (size_t w = 0; w < block->warps.size(); ++w) block->warps[w].ready |= b.waiting[w], b.waiting[w] = 0;
   b.arrived = 0;
-  ++b.generation;
   block->moved = true;
 }
 
 void meet(const char* what, const void* in, size_t in_bytes, void* out, size_t out_bytes,
           void (*combine)(const Exchange& in, Exchange& out)) {
   Warp& w = block->warps[thread_index().x / 32];
-  block->now->where = __builtin_return_address(0);
-  const uint64_t generation = w.generation;
-  const int place = generation % 2;
+  const int place = w.meetings % 2;
   const unsigned own = lane();
   if (w.arrived == 0) w.what = what;
   if (strcmp(w.what, what) != 0) wrong((std::string(w.what) + " and " + what + " in one warp").c_str());
   memcpy(w.in[place][own], in, in_bytes);
-  if (++w.arrived < 32) {
-    wait_for(&w.generation, generation);
+  w.arrived |= 1u << own;
+  if (w.arrived != ~0u) {
+    wait_for(&w);
   } else {
     combine(w.in[place], w.out[place]);
+    w.ready = ~0u;
     w.arrived = 0;
-    ++w.generation;
+    ++w.meetings;
   }
   memcpy(out, w.out[place][own], out_bytes);
 }
@@ -325,9 +336,13 @@ void bulk_copy(void* to, const void* from, uint32_t bytes, uint64_t* barrier) {
 }
 
 void launch(Dim3 grid, Dim3 size, size_t shared_bytes, const std::function<void()>& body) {
+  if (size.x % 32 || size.x > 32 * kMaxWarps) {
+    fprintf(stderr, "simulator: a block of %u threads, expected whole warps, at most %u\n", size.x, kMaxWarps);
+    abort();
+  }
   const size_t stack_bytes = kStackBytes * size.x;
-  auto* stacks = static_cast<unsigned char*>(mmap(nullptr, stack_bytes * grid.x, PROT_READ | PROT_WRITE,
-                                                  MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0));
+  auto* stacks = static_cast<unsigned char*>(
+      mmap(nullptr, stack_bytes * grid.x, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0));
   if (stacks == MAP_FAILED) {
     perror("simulator: stacks");
     abort();
@@ -339,7 +354,7 @@ void launch(Dim3 grid, Dim3 size, size_t shared_bytes, const std::function<void(
       own.grid = grid, own.size = size, own.index = {i, 0, 0};
       own.body = &body;
       own.fibers = std::vector<Fiber>(size.x);
-      own.warps = std::vector<Warp>((size.x + 31) / 32);
+      own.warps = std::vector<Warp>(size.x / 32);
       own.random.seed(static_cast<unsigned>(seed() * 1000003 + i + 1));
       block = &own;
       memset(muse::block_memory, kNothing, shared_bytes);

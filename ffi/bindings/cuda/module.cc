@@ -69,15 +69,22 @@ std::string communicator_failure(int64_t key) { return open_communicator(key)->f
 
 }  // namespace
 
+#if defined(MUSE_SIMULATOR)
+NB_MODULE(_simulated, m) {
+#else
 NB_MODULE(_cuda, m) {
+#endif
   m.doc() = "XLA FFI handlers of muse-jax for the CUDA backend.";
   m.def(
       "handlers",
       [] {
         nb::dict result;
-        for (const auto& list :
-             {gemm_handlers(), norm_handlers(), attention_handlers(), expert_handlers(), head_handlers(),
-              numerics_handlers(), decode_handlers(), draft_handlers(), accept_handlers()})
+        for (const auto& list : {
+#if !defined(MUSE_SIMULATOR)  // which has the fused calls alone
+                 gemm_handlers(), norm_handlers(), attention_handlers(), expert_handlers(), head_handlers(),
+                 numerics_handlers(),
+#endif
+                 decode_handlers(), draft_handlers(), accept_handlers()})
           for (const auto& [name, handler] : list) result[name.c_str()] = nb::capsule(reinterpret_cast<void*>(handler));
         return result;
       },

@@ -9,8 +9,8 @@
 
 #include "ffi/decode/cuda/attention_schedule.cuh"
 #include "ffi/decode/cuda/ring.cuh"
-#include "ffi/numerics/elementary.h"
 #include "ffi/device/ptx.cuh"
+#include "ffi/numerics/elementary.h"
 
 namespace muse {
 
@@ -116,8 +116,8 @@ __device__ __forceinline__ void wait_values() { ptx::wait_copies<1>(); }
 __device__ __forceinline__ uint4 value_operands(const AttentionShared& shared, int chunk, int b, int tiles, int lane) {
   const int position = lane % 16, piece = 2 * tiles + lane / 16;
   uint32_t m[4];
-  ptx::ldmatrix_x4_trans(
-      m, ptx::shared_address(shared.value[chunk % 2][16 * b + position]) + 16 * (piece ^ position % 8));
+  ptx::ldmatrix_x4_trans(m,
+                         ptx::shared_address(shared.value[chunk % 2][16 * b + position]) + 16 * (piece ^ position % 8));
   return {m[0], m[1], m[2], m[3]};
 }
 

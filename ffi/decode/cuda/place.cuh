@@ -27,7 +27,8 @@ __device__ __forceinline__ void start_block(const StepArgs& args, BlockShared& s
     place.epoch = ptx::load_relaxed_sys(&place.control->epoch);
     place.arrivals = ptx::load_relaxed_sys(&place.control->base);
     place.chunk = place.unit = place.dense = place.events = 0;
-    place.gave_up = ptx::load_relaxed_sys(&place.control->abort);  // an earlier step's failure; nothing works until the rebuild
+    place.gave_up =
+        ptx::load_relaxed_sys(&place.control->abort);  // an earlier step's failure; nothing works until the rebuild
   }
   if (const int i = threadIdx.x; i < 8) {
     const int size = gridDim.x / args.local_count, index = blockIdx.x % size, rank = args.local[blockIdx.x / size];

@@ -45,8 +45,7 @@ class Producer {
   template <typename From>
   static __device__ __forceinline__ void prefetch(int32_t n, From from, uint32_t bytes) {
 #pragma unroll 1
-    for (int32_t i = threadIdx.x % 32; i < n; i += 32)
-      ptx::bulk_prefetch_l2(from(i), bytes);
+    for (int32_t i = threadIdx.x % 32; i < n; i += 32) ptx::bulk_prefetch_l2(from(i), bytes);
   }
 
   __device__ bool wait_experts_known(uint32_t layer) const { return ring_.wait_experts_known(layer); }

@@ -30,7 +30,8 @@ class Ring {
 
   // By one thread, before the block's first __syncthreads.
   __device__ void init() const {
-    for (int i = 0; i < kSlots; ++i) ptx::mbarrier_init(&s_.full[i], 1), ptx::mbarrier_init(&s_.empty[i], 1), s_.issued[i] = 0;
+    for (int i = 0; i < kSlots; ++i)
+      ptx::mbarrier_init(&s_.full[i], 1), ptx::mbarrier_init(&s_.empty[i], 1), s_.issued[i] = 0;
     ptx::mbarrier_init(&s_.experts_known, kThreads);
     s_.leaving = 0;
     ptx::fence_mbarrier_init();

@@ -88,9 +88,7 @@ class RowSteps : public DenseSteps {
     if (storing) store_slot(mine<uint64_t>(w_.row_sums[which]) + unit, bit_cast<uint32_t>(sum), place_.epoch);
   }
 
-  __device__ static void copy_quad(void* to, const void* from) {
-    ptx::copy16(ptx::shared_address(to), from);
-  }
+  __device__ static void copy_quad(void* to, const void* from) { ptx::copy16(ptx::shared_address(to), from); }
 
   // In shared memory: row z that a branch's norm sees; of a unit's columns the stream, alpha and beta; the row's gains.
   struct BranchRegion {

@@ -30,6 +30,7 @@ struct Divisor {
   }
 };
 MUSE_FN Divisor divisor(int64_t value) {
+  if (value == 0) return {};  // of a GEMM that the launch does not have
   return {static_cast<int32_t>(value), static_cast<uint32_t>(((uint64_t{1} << 32) + value - 1) / value)};
 }
 

@@ -145,7 +145,8 @@ inline __device__ __noinline__ bool rank_barrier(Place& place, Phase phase) {
     ptx::add_release_gpu(barrier);
     const uint32_t target = place.arrivals += place.size;
     // The count runs on through all launches and wraps around.
-    for (uint32_t spins = 1; !place.gave_up && static_cast<int32_t>(ptx::load_acquire_gpu(barrier) - target) < 0; ++spins)
+    for (uint32_t spins = 1; !place.gave_up && static_cast<int32_t>(ptx::load_acquire_gpu(barrier) - target) < 0;
+         ++spins)
       if (spins % 256 == 0 && should_leave(place, phase, place.rank, kBarrierGrace)) place.gave_up = 1;
   }
   sync_block();

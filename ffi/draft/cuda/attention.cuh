@@ -3,8 +3,8 @@
 // dimension of 128: eight blocks of 16, one for each of the contract's segments.
 #pragma once
 
-#include "ffi/draft/cuda/shared.cuh"
 #include "ffi/device/ptx.cuh"
+#include "ffi/draft/cuda/shared.cuh"
 
 namespace muse {
 
@@ -155,8 +155,7 @@ class DraftAttention : public DraftPhases {
       for (int tile8 = 0; tile8 < 8 && half * kColumns + tile8 * 8 < d; ++tile8) {
         uint32_t v[4][4];
 #pragma unroll
-        for (int two = 0; two < 4; ++two)
-          ptx::ldmatrix_x4_trans(v[two], base + tile_offset(two * 32 + lane(), tile8));
+        for (int two = 0; two < 4; ++two) ptx::ldmatrix_x4_trans(v[two], base + tile_offset(two * 32 + lane(), tile8));
         float sum[4];
         product(weights, [&](int i) { return v[i / 4][i % 4]; }, sum);
         const int column = half * kColumns + tile8 * 8 + 2 * t;

@@ -4,8 +4,8 @@
 // The order of weights is known from the start, so that a ring runs ahead across GEMMs and barriers, 25 MB in all.
 #pragma once
 
-#include "ffi/draft/cuda/shared.cuh"
 #include "ffi/device/ptx.cuh"
+#include "ffi/draft/cuda/shared.cuh"
 
 namespace muse {
 
@@ -171,8 +171,8 @@ class DraftGemm : public DraftPhases {
         for (int i = 0; i < 4; ++i) {
           const int row = 4 * i + lane() / 8;
           ptx::copy16_l2_256(to + j * kDraftPieceBytes + tile_offset(row, part),
-                         from + min(row, rows_[j]) * inner_,  // what does not exist is not stored
-                         inside, policy_);
+                             from + min(row, rows_[j]) * inner_,  // what does not exist is not stored
+                             inside, policy_);
         }
       }
       step_ += draft_steps(count_);

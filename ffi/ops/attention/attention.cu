@@ -1,5 +1,5 @@
-#include "ffi/numerics/elementary.h"
 #include "ffi/device/ptx.cuh"
+#include "ffi/numerics/elementary.h"
 #include "ffi/ops/attention/attention.h"
 #include "ffi/ops/attention/chunks.h"
 #include "ffi/ops/launch.cuh"

@@ -175,9 +175,9 @@ __device__ __forceinline__ void multiply_tile(unsigned char* shared, int inner, 
 #pragma unroll
     for (int i = 0; i < kParts; ++i)
       ptx::copy16(tile + tile_detail::part_offset<Shape>(i),
-                   reinterpret_cast<const uint8_t*>(x) +
-                       tile_detail::operand_offset(row[i], inner, k, threadIdx.x % kTileChunks),
-                   row[i] >= 0);
+                  reinterpret_cast<const uint8_t*>(x) +
+                      tile_detail::operand_offset(row[i], inner, k, threadIdx.x % kTileChunks),
+                  row[i] >= 0);
     weights.fetch(w, inner, k, tile + kColumnsAt);
   };
 

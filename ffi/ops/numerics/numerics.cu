@@ -1,7 +1,7 @@
 #include <cuda_runtime.h>
 
-#include "ffi/numerics/elementary.h"
 #include "ffi/device/ptx.cuh"
+#include "ffi/numerics/elementary.h"
 #include "ffi/ops/numerics/numerics.h"
 
 namespace muse {

@@ -243,7 +243,9 @@ inline cudaError_t cudaHostAlloc(void** p, size_t bytes, unsigned) { return cuda
 inline cudaError_t cudaFreeHost(void* p) { return cudaFree(p); }
 inline cudaError_t cudaHostGetDevicePointer(void** p, void* host, unsigned) { return *p = host, cudaSuccess; }
 inline cudaError_t cudaMemset(void* p, int value, size_t bytes) { return memset(p, value, bytes), cudaSuccess; }
-inline cudaError_t cudaMemsetAsync(void* p, int value, size_t bytes, cudaStream_t) { return cudaMemset(p, value, bytes); }
+inline cudaError_t cudaMemsetAsync(void* p, int value, size_t bytes, cudaStream_t) {
+  return cudaMemset(p, value, bytes);
+}
 inline cudaError_t cudaMemcpy(void* to, const void* from, size_t bytes, cudaMemcpyKind) {
   return memcpy(to, from, bytes), cudaSuccess;
 }

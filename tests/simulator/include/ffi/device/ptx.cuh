@@ -80,9 +80,7 @@ inline void mbarrier_init(uint64_t* barrier, uint32_t arrivals) { simulator::mba
 inline void fence_mbarrier_init() {}
 inline void mbarrier_arrive(uint64_t* barrier) { simulator::mbarrier_arrive(barrier, 0); }
 inline void mbarrier_arrive_expect(uint64_t* barrier, uint32_t bytes) { simulator::mbarrier_arrive(barrier, bytes); }
-inline bool mbarrier_test_wait(uint64_t* barrier, uint32_t parity) {
-  return simulator::mbarrier_past(barrier, parity);
-}
+inline bool mbarrier_test_wait(uint64_t* barrier, uint32_t parity) { return simulator::mbarrier_past(barrier, parity); }
 inline bool mbarrier_try_wait(uint64_t* barrier, uint32_t parity) {
   const bool past = simulator::mbarrier_past(barrier, parity);
   if (!past) simulator::look_again();

@@ -1,0 +1,39 @@
+"""How a step of the simulated kernels ends that cannot go on: in an error, which names who waited where for whom."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from decode_helpers import make_model, small, step
+from op_helpers import same
+
+from muse_jax.decode import next_rows, run_layers
+
+LIMIT = 4.0  # seconds; simulated blocks are slow
+
+
+@pytest.mark.parametrize("devices", [1, 4])
+def test_silent_rank(devices):
+    """Every block leaves, the results are NaN, later steps refuse, and a rebuilt communicator works."""
+    model = make_model(small(), devices=devices)
+    weights, rows = model.weights, next_rows(jnp.zeros(1, jnp.int32), jnp.array([5]))
+    stream, _, _ = run_layers(weights, model.state(), rows, silent_rank=5, wait_limit=LIMIT)
+    assert np.isnan(np.asarray(stream)).all()
+    with pytest.raises(RuntimeError, match=r"rank [0-7] waited in layer 0, .*, for rank 5; rebuild the communicator"):
+        weights.communicator.check()
+    with pytest.raises(jax.errors.JaxRuntimeError, match="an earlier step failed"):
+        jax.block_until_ready(run_layers(weights, model.state(), rows, wait_limit=LIMIT)[0])
+    weights.communicator.rebuild()
+    output, _ = step(weights, model.state(), [5])
+    same(output.logits, model.oracle([5])["logits"])
+
+
+def test_bad_row():
+    """A token out of range, seen by the kernel alone: no block starts, and the communicator says which row."""
+    model = make_model(small(), devices=1)
+    rows = next_rows(jnp.zeros(2, jnp.int32), jnp.array([5, model.config.vocab_size]))
+    state = model.state(batch=2)
+    output = run_layers(model.weights, state, rows, wait_limit=LIMIT)[0]
+    assert np.isnan(np.asarray(output)).all()
+    with pytest.raises(RuntimeError, match="row 1 of the step has a token"):
+        model.weights.communicator.check()
