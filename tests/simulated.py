@@ -5,6 +5,7 @@ tests/simulator runs them; what else the tests compute, and what they compare wi
 
 import importlib
 import os
+import sys
 from collections import Counter
 
 import jax
@@ -14,13 +15,18 @@ FUSED = ("muse_decode_", "muse_draft_", "muse_accept_")
 
 def pytest_configure(config) -> None:
     """From now on every fused call on CPU devices is a launch of simulated blocks, as many for a rank as
-    MUSE_SIMULATOR_BLOCKS says (8, the fewest, by default)."""
+    MUSE_SIMULATOR_BLOCKS says (8, the fewest, by default).
+
+    MUSE_SIMULATOR_FOLDER: where another build of _simulated lies, such as the one that looks for races.
+    """
     config.simulated = True
     register = jax.ffi.register_ffi_target
     replaced = []
 
     def registered(name, capsule, platform):
         if platform == "cpu" and name.startswith(FUSED):
+            if folder := os.environ.get("MUSE_SIMULATOR_FOLDER"):
+                sys.modules["muse_jax"].__path__.insert(0, folder)
             capsule = importlib.import_module("muse_jax._simulated").handlers()[name]
             replaced.append(name)
         register(name, capsule, platform=platform)

@@ -1,6 +1,7 @@
 #include "simulator.h"
 
 #include <cuda_runtime.h>
+#include <dlfcn.h>
 #include <execinfo.h>
 #include <sched.h>
 #include <sys/mman.h>
@@ -11,6 +12,9 @@
 #include <cstdio>
 #include <random>
 #include <thread>
+#include <unordered_map>
+
+#include "races.h"
 
 // The fused kernels' dynamic shared memory; each block is a thread.
 namespace muse {
@@ -55,6 +59,7 @@ constexpr unsigned kMaxWarps = 32;
 struct Barrier {
   unsigned arrived = 0;
   uint32_t waiting[kMaxWarps] = {};
+  Races::Clock arriving, passed;
 };
 
 struct Warp {
@@ -65,6 +70,7 @@ struct Warp {
   uint32_t arrived = 0;
   uint64_t meetings = 0;
   Exchange in[2], out[2];
+  Races::Clock order[2];
 };
 
 struct Fiber {
@@ -82,6 +88,7 @@ struct BulkCopy {
   const void* from;
   uint32_t bytes;
   uint64_t* barrier;
+  Races::Clock order;
 };
 
 struct Block {
@@ -94,10 +101,15 @@ struct Block {
   std::minstd_rand random;
   Point scheduler;
   Fiber* now = nullptr;
-  uint64_t round = 0;  // of looks at all warps
-  unsigned alive;      // threads that have not ended
-  bool stuck = false;  // threads that are resumed say where they are
-  bool moved = false;  // something happened in this round that others may wait for
+  uint64_t round = 0;            // of looks at all warps
+  unsigned alive;                // threads that have not ended
+  bool stuck = false;            // threads that are resumed say where they are
+  bool moved = false;            // something happened in this round that others may wait for
+  std::unique_ptr<Races> races;  // null: not looked for
+  struct Phases {
+    Races::Clock arriving, passed;
+  };
+  std::unordered_map<const uint64_t*, Phases> mbarriers;  // for races
 };
 
 thread_local Block* block = nullptr;
@@ -121,6 +133,11 @@ void store(uint64_t* barrier, Mbarrier b) {
     b.pending = b.arrivals;
     b.parity = !b.parity;
     block->moved = true;
+    if (block->races) {
+      Block::Phases& phases = block->mbarriers[barrier];
+      phases.passed = std::move(phases.arriving);
+      phases.arriving.clear();
+    }
   }
   memcpy(barrier, &b, sizeof(b));
 }
@@ -158,6 +175,7 @@ void land(size_t which) {
   const BulkCopy copy = block->bulk[which];
   block->bulk[which] = block->bulk.back(), block->bulk.pop_back();
   memcpy(copy.to, copy.from, copy.bytes);
+  if (block->races) Races::join(block->mbarriers[copy.barrier].arriving, copy.order);
   Mbarrier b = load(copy.barrier);
   b.bytes -= static_cast<int32_t>(copy.bytes);
   store(copy.barrier, b);
@@ -255,13 +273,30 @@ void moved() { block->moved = true; }
 void barrier(int index, unsigned threads) {
   Barrier& b = block->barriers[index];
   const unsigned own = thread_index().x;
+  if (block->races) block->races->release(own, b.arriving);
   if (++b.arrived < threads) {
     b.waiting[own / 32] |= 1u << own % 32;
-    return wait_for(&b);
+    wait_for(&b);
+  } else {
+    for (size_t w = 0; w < block->warps.size(); ++w) block->warps[w].ready |= b.waiting[w], b.waiting[w] = 0;
+    b.arrived = 0;
+    block->moved = true;
+    b.passed = std::move(b.arriving);
+    b.arriving.clear();
   }
-  for (size_t w = 0; w < block->warps.size(); ++w) block->warps[w].ready |= b.waiting[w], b.waiting[w] = 0;
-  b.arrived = 0;
-  block->moved = true;
+  if (block->races) block->races->acquire(own, b.passed);
+}
+
+void sync_warp() {
+  const unsigned own = thread_index().x;
+  Warp& w = block->warps[own / 32];
+  Races::Clock& order = w.order[w.meetings % 2];
+  if (block->races) {
+    if (w.arrived == 0) order.clear();
+    block->races->release(own, order);
+  }
+  meet<char>("__syncwarp", char{}, [](const Exchange&, Exchange&) {});
+  if (block->races) block->races->acquire(own, order);
 }
 
 void meet(const char* what, const void* in, size_t in_bytes, void* out, size_t out_bytes,
@@ -287,6 +322,7 @@ void meet(const char* what, const void* in, size_t in_bytes, void* out, size_t o
 void copy(void* to, const void* from, unsigned bytes) {
   Fiber& f = *block->now;
   f.copies.push_back({to, from, bytes, f.groups});
+  accessed(to, bytes, true, __builtin_return_address(0));
   memset(to, kNothing, bytes);
 }
 
@@ -323,16 +359,35 @@ void mbarrier_arrive(uint64_t* barrier, uint32_t bytes) {
   Mbarrier b = load(barrier);
   if (b.pending == 0) wrong("more arrivals at an mbarrier than its phase has");
   --b.pending, b.bytes += static_cast<int32_t>(bytes);
+  if (block->races) block->races->release(thread_index().x, block->mbarriers[barrier].arriving);
   store(barrier, b);
 }
 
-bool mbarrier_past(const uint64_t* barrier, uint32_t parity) { return load(barrier).parity != parity; }
+bool mbarrier_past(const uint64_t* barrier, uint32_t parity) {
+  const bool past = load(barrier).parity != parity;
+  if (past && block->races) block->races->acquire(thread_index().x, block->mbarriers[barrier].passed);
+  return past;
+}
 
 void bulk_copy(void* to, const void* from, uint32_t bytes, uint64_t* barrier) {
   if (bytes % 16 || reinterpret_cast<uintptr_t>(to) % 16 || reinterpret_cast<uintptr_t>(from) % 16)
     wrong("a bulk copy of what is no multiple of 16 bytes");
   memset(to, kNothing, bytes);
-  block->bulk.push_back({to, from, bytes, barrier});
+  BulkCopy copy{to, from, bytes, barrier, {}};
+  accessed(to, bytes, true, __builtin_return_address(0));
+  if (block->races) block->races->release(thread_index().x, copy.order);
+  block->bulk.push_back(std::move(copy));
+}
+
+void accessed(const void* p, unsigned bytes, bool write, const void* pc) {
+  if (block && block->races && block->now) block->races->access(thread_index().x, p, bytes, write, pc);
+}
+
+void print_place(const char* what, const void* pc) {
+  Dl_info info{};
+  dladdr(pc, &info);
+  fprintf(stderr, "  %s: addr2line -Cfpi -e %s %#zx\n", what, info.dli_fname ? info.dli_fname : "?",
+          static_cast<size_t>(static_cast<const char*>(pc) - static_cast<const char*>(info.dli_fbase)));
 }
 
 void launch(Dim3 grid, Dim3 size, size_t shared_bytes, const std::function<void()>& body) {
@@ -356,6 +411,11 @@ void launch(Dim3 grid, Dim3 size, size_t shared_bytes, const std::function<void(
       own.fibers = std::vector<Fiber>(size.x);
       own.warps = std::vector<Warp>(size.x / 32);
       own.random.seed(static_cast<unsigned>(seed() * 1000003 + i + 1));
+#if defined(MUSE_SIMULATOR_RACES)
+      const unsigned char* begin = std::min<unsigned char*>(muse::block_memory, muse::draft_memory);
+      const unsigned char* last = std::max<unsigned char*>(muse::block_memory, muse::draft_memory);
+      own.races = std::make_unique<Races>(size.x, begin, static_cast<size_t>(last - begin) + kSimulatedShared);
+#endif
       block = &own;
       memset(muse::block_memory, kNothing, shared_bytes);
       memset(muse::draft_memory, kNothing, shared_bytes);

@@ -121,6 +121,8 @@ inline __device__ __noinline__ void schedule_attention(const Plan& plan, const D
       a.sequence[ordinal] = {static_cast<uint8_t>(place), static_cast<uint8_t>(count), rows.committed[t] >> kChunkLog2,
                              lowest, highest};
     if (place == rows.count - 1) a.sequences = ordinal + 1;
+  }
+  if (t == 0) {
     a.kv_heads = static_cast<int>(plan.kv_rank());
     a.group = static_cast<int>(plan.q_heads / plan.kv_heads);
     a.scale = plan.score_scale;

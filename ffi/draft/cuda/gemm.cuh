@@ -192,6 +192,7 @@ class DraftGemm : public DraftPhases {
 
   // For the next call; the block's next phase begins with a barrier.
   __device__ void leave() {
+    __syncwarp();  // a block without a part of the job comes here at once: all have read the cursor
     if (lane() == 0) cursor().step = step_, cursor().slot = fetched_;
     sync_block();
     if (threadIdx.x == 0) s_.slot = slot_;

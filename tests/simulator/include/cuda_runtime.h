@@ -126,9 +126,7 @@ T atomicMin(T* p, T v) {
 
 inline void __nanosleep(unsigned) { simulator::sleep(); }
 inline void __syncthreads() { simulator::barrier(0, blockDim.x); }
-inline void __syncwarp(unsigned = ~0u) {
-  simulator::meet<char>("__syncwarp", char{}, [](const simulator::Exchange&, simulator::Exchange&) {});
-}
+inline void __syncwarp(unsigned = ~0u) { simulator::sync_warp(); }
 
 namespace simulator {
 template <typename T>

@@ -35,6 +35,8 @@ void moved();
 
 // Barrier `index` for so many of the block's threads.
 void barrier(int index, unsigned threads);
+// A meeting of the warp, behind which each sees what the others stored.
+void sync_warp();
 
 // What all 32 threads of a warp do together. Each brings `in`, at most 64 bytes; the last to come calls
 // combine(all in, all out), [32][64] bytes each, and each takes its `out`. `what`: for the error when threads of a warp
@@ -76,6 +78,10 @@ void mbarrier_init(uint64_t* barrier, uint32_t arrivals);
 void mbarrier_arrive(uint64_t* barrier, uint32_t bytes);
 bool mbarrier_past(const uint64_t* barrier, uint32_t parity);
 void bulk_copy(void* to, const void* from, uint32_t bytes, uint64_t* barrier);
+
+// For races.h: an access of the calling thread to memory that may be shared; and where a place in the code is.
+void accessed(const void* p, unsigned bytes, bool write, const void* pc);
+void print_place(const char* what, const void* pc);
 
 // Runs a kernel's body for every thread of the grid and returns when all have ended.
 void launch(Dim3 grid, Dim3 block, size_t shared_bytes, const std::function<void()>& body);

@@ -98,8 +98,10 @@ struct Matrices {
 // Lane's register i: elements (row, column) and (row, column + 1), or with row and column exchanged.
 template <bool kTransposed>
 void ldmatrix(uint32_t (&m)[4], uint32_t shared) {
+  void* row = simulator::shared_pointer(shared);
+  simulator::accessed(row, 16, false, __builtin_return_address(0));
   const auto out = simulator::meet<Matrices>(
-      "ldmatrix", simulator::shared_pointer(shared), [](const simulator::Exchange& in, simulator::Exchange& out) {
+      "ldmatrix", row, [](const simulator::Exchange& in, simulator::Exchange& out) {
         for (int lane = 0; lane < 32; ++lane) {
           Matrices own;
           for (int i = 0; i < 4; ++i) {
