@@ -426,7 +426,9 @@ def test_stop_strings_from_an_iterator(world):
 
 def interrupted(patches: str, *arguments, wait_for) -> subprocess.CompletedProcess:
     """The command, stopped by SIGINT as soon as `wait_for()` says so."""
-    script = f"import sys, time\nfrom muse_jax import cli\n{patches}\nsys.argv[0] = 'muse-jax'\ncli.main()"
+    # Who started these tests may ignore SIGINT (as shells have background jobs do), which processes inherit.
+    listen = "import signal\nsignal.signal(signal.SIGINT, signal.default_int_handler)"
+    script = f"{listen}\nimport sys, time\nfrom muse_jax import cli\n{patches}\nsys.argv[0] = 'muse-jax'\ncli.main()"
     command = [sys.executable, "-c", script, *map(str, arguments)]
     process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     deadline = time.monotonic() + 120

@@ -22,20 +22,20 @@ NAN, INF = np.nan, np.inf
 GREEDY = Sampling(temperature=0)
 ALL = Sampling(temperature=0.8, top_k=30, top_p=0.9, min_p=0.01, logit_bias={31: -2.0, 5: 1.5, 44: -INF})
 
-_choose = jax.jit(choose)
+_choose = jax.jit(choose, static_argnames="unroll")
 
 
 def keys(count: int, seed: int = 0) -> jax.Array:
     return jax.random.split(jax.random.key(seed), count)
 
 
-def draw(logits, sampling, keys_, position=0) -> np.ndarray:
+def draw(logits, sampling, keys_, position=0, unroll=False) -> np.ndarray:
     """One token for each key, of one row of logits or of a row each."""
     logits = jnp.asarray(logits, jnp.float32)
     rows = jnp.broadcast_to(logits, (len(keys_), logits.shape[-1]))
     choice = as_choice(sampling, keys_, batch=len(keys_), vocab=logits.shape[-1])
     assert choice is not None
-    return np.asarray(_choose(rows, choice, jnp.full(len(keys_), position, jnp.int32)))
+    return np.asarray(_choose(rows, choice, jnp.full(len(keys_), position, jnp.int32), unroll=unroll))
 
 
 def probabilities(logits, s: Sampling) -> np.ndarray:
@@ -125,6 +125,13 @@ def test_the_distribution_is_softmax(sampling):
     assert total < limit, (total, limit)
 
 
+def test_searches_written_out_are_the_same():
+    """As programs for GPUs have them."""
+    logits = np.random.default_rng(3).standard_normal((40, 64)).astype(np.float32) * 3
+    logits[7, 5], logits[9, :4] = NAN, INF
+    assert np.array_equal(draw(logits, ALL, keys(40)), draw(logits, ALL, keys(40), unroll=True))
+
+
 def test_positions_are_independent():
     """One key at 4,000 positions is as good as 4,000 keys."""
     logits = jnp.broadcast_to(jnp.zeros(8, jnp.float32), (4000, 8))
@@ -132,7 +139,7 @@ def test_positions_are_independent():
         Sampling(), jnp.broadcast_to(jax.random.key_data(jax.random.key(5)), (4000, 2)), batch=4000, vocab=8
     )
     assert choice is not None
-    seen = np.asarray(_choose(logits, choice, jnp.arange(4000, dtype=jnp.int32)))
+    seen = np.asarray(_choose(logits, choice, jnp.arange(4000, dtype=jnp.int32), unroll=False))
     assert ((np.bincount(seen, minlength=8) - 500) ** 2 / 500).sum() < 24.3  # 7 degrees, 1 in 1,000
     pairs = np.bincount(seen[:-1] * 8 + seen[1:], minlength=64)
     assert ((pairs - 62.5) ** 2 / 62.5).sum() < 103.4  # 63 degrees, 1 in 1,000

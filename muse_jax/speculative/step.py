@@ -116,10 +116,12 @@ def pick(
     if choice is None and logprobs is None:
         return output.token, ()
 
+    on_gpu = next(iter(weights.mesh.devices.flat)).platform != "cpu"
+
     def call(bits, token, position, choice):
         logits = lax.bitcast_convert_type(bits, jnp.float32)
         if choice is not None:
-            token = choose(logits, choice, position)
+            token = choose(logits, choice, position, unroll=on_gpu)
         return token, () if logprobs is None else log_probs(logits, token, logprobs)
 
     # Every device has whole rows and does the same. They travel as integers (docs/numerics.md 9).
