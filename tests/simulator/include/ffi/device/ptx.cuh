@@ -100,8 +100,8 @@ template <bool kTransposed>
 void ldmatrix(uint32_t (&m)[4], uint32_t shared) {
   void* row = simulator::shared_pointer(shared);
   simulator::accessed(row, 16, false, __builtin_return_address(0));
-  const auto out = simulator::meet<Matrices>(
-      "ldmatrix", row, [](const simulator::Exchange& in, simulator::Exchange& out) {
+  const auto out =
+      simulator::meet<Matrices>("ldmatrix", row, [](const simulator::Exchange& in, simulator::Exchange& out) {
         for (int lane = 0; lane < 32; ++lane) {
           Matrices own;
           for (int i = 0; i < 4; ++i) {
