@@ -233,8 +233,9 @@ class AttentionSteps : public RowSteps {
   // Until all units that leave sums have been; called by all. If somebody gave up, the next barrier says so.
   __device__ void wait_count(uint32_t* counter, uint32_t count) {
     if (thread_index() == 0) {
-      for (uint32_t spins = 1; !place_.gave_up && ptx::load_acquire_gpu(counter) != count; ++spins)
-        if (spins % 256 == 0 && should_leave(place_, Phase::kAttention, place_.rank, kBarrierGrace)) place_.gave_up = 1;
+      wait_until(
+          place_, Phase::kAttention, kBarrierGrace, [&] { return ptx::load_acquire_gpu(counter) == count ? -1 : 0; },
+          [&](int) { return place_.rank; });
       *counter = 0;  // for the next layer, which lies behind barriers
     }
     sync_block();

@@ -171,24 +171,11 @@ class StepBase {
 #endif
   }
 
-  // N slots' data, all loads in flight together. slot(r) and source(r) say where and from whom; grace: kBranchGrace.
-  // Without data when somebody gave up: the next barrier says so.
+  // N slots' data. slot(r) and source(r) say where and from whom; grace: kBranchGrace.
   template <int N, typename Slot, typename Source>
   __device__ __forceinline__ void wait(Phase phase, Slot slot, Source source, uint32_t (&data)[N], uint64_t grace = 0) {
     const uint32_t epoch = place_.epoch;
-    for (uint32_t spins = 1; !place_.gave_up; ++spins) {
-      uint64_t word[N];
-#pragma unroll
-      for (int r = 0; r < N; ++r) word[r] = ptx::load_relaxed_sys(slot(r));
-      int missing = -1;
-#pragma unroll
-      for (int r = 0; r < N; ++r) {
-        data[r] = static_cast<uint32_t>(word[r]);
-        if (static_cast<uint32_t>(word[r] >> 32) != epoch) missing = r;
-      }
-      if (missing < 0) return;
-      if (spins % 64 == 0 && should_leave(place_, phase, source(missing), grace)) place_.gave_up = 1;
-    }
+    wait_until(place_, phase, grace, [&] { return load_slots(epoch, slot, data); }, source);
   }
 
   // False: somebody gave up, leave the kernel.

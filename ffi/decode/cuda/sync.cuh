@@ -71,70 +71,84 @@ inline __device__ __noinline__ bool should_leave(const Place& place, Phase phase
   return true;
 }
 
-// tree8 of the numbers in eight slots, `stride` words apart, all loads in flight together: of rank `source`, or, where
-// that is negative, one of each rank. Without sense when somebody gave up. One piece of code for all who wait so.
+// Looks again and again until nothing is missing or somebody has given up: then what was waited for is without sense,
+// and the next barrier says so. look(): something that is missing, negative if nothing is; source(missing): the rank
+// that it must come from.
+template <typename Look, typename Source>
+__device__ __forceinline__ void wait_until(Place& place, Phase phase, uint64_t grace, Look look, Source source) {
+  for (uint32_t spins = 1; !place.gave_up; ++spins) {
+    const int missing = look();
+    if (missing < 0) return;
+    if (spins % 64 == 0 && should_leave(place, phase, source(missing), grace)) place.gave_up = 1;
+  }
+}
+
+// The data of N slots, all loads in flight together. The last that does not have it yet, or -1.
+template <int N, typename Slot>
+__device__ __forceinline__ int load_slots(uint32_t epoch, Slot slot, uint32_t (&data)[N]) {
+  uint64_t word[N];
+#pragma unroll
+  for (int r = 0; r < N; ++r) word[r] = ptx::load_relaxed_sys(slot(r));
+  int missing = -1;
+#pragma unroll
+  for (int r = 0; r < N; ++r) {
+    data[r] = static_cast<uint32_t>(word[r]);
+    if (static_cast<uint32_t>(word[r] >> 32) != epoch) missing = r;
+  }
+  return missing;
+}
+
+// tree8 of the numbers in eight slots, `stride` words apart: of rank `source`, or, where that is negative, one of each
+// rank. One piece of code for all who wait so.
 inline __device__ __noinline__ float wait_sum(Place& place, Phase phase, const uint64_t* slot, int stride, int source,
                                               uint64_t grace = 0) {
   const uint32_t epoch = place.epoch;
-  float s[kSegments] = {};
-  for (uint32_t spins = 1; !place.gave_up; ++spins) {
-    uint64_t word[kSegments];
+  uint32_t data[kSegments] = {};
+  wait_until(
+      place, phase, grace, [&] { return load_slots(epoch, [&](int r) { return slot + r * stride; }, data); },
+      [&](int missing) { return source < 0 ? missing : source; });
+  float s[kSegments];
 #pragma unroll
-    for (int r = 0; r < kSegments; ++r) word[r] = ptx::load_relaxed_sys(slot + r * stride);
-    int missing = -1;
-#pragma unroll
-    for (int r = 0; r < kSegments; ++r) {
-      s[r] = bit_cast<float>(static_cast<uint32_t>(word[r]));
-      if (static_cast<uint32_t>(word[r] >> 32) != epoch) missing = r;
-    }
-    if (missing < 0) break;
-    if (spins % 64 == 0 && should_leave(place, phase, source < 0 ? missing : source, grace)) place.gave_up = 1;
-  }
+  for (int r = 0; r < kSegments; ++r) s[r] = bit_cast<float>(data[r]);
   return tree8(s);
 }
 
 // Two neighbouring columns of which the rank has eight segments' sums in slots, `stride` words apart: added and
-// rounded. Without sense when somebody gave up.
+// rounded.
 inline __device__ __noinline__ uint32_t wait_segments(Place& place, Phase phase, const uint64_t* slot, int stride) {
   const uint32_t epoch = place.epoch;
   float s[2][kSegments] = {};
-  for (uint32_t spins = 1; !place.gave_up; ++spins) {
+  const auto look = [&] {
     uint64_t word[kSegments][2];
 #pragma unroll
     for (int r = 0; r < kSegments; ++r)  // each of the two is read at once, which is enough
       ptx::load_relaxed_gpu_v2(slot + r * stride, word[r]);
-    bool there = true;
+    int missing = -1;
 #pragma unroll
     for (int r = 0; r < kSegments; ++r)
 #pragma unroll
       for (int c = 0; c < 2; ++c) {
         s[c][r] = bit_cast<float>(static_cast<uint32_t>(word[r][c]));
-        there = there && static_cast<uint32_t>(word[r][c] >> 32) == epoch;
+        if (static_cast<uint32_t>(word[r][c] >> 32) != epoch) missing = r;
       }
-    if (there) break;
-    if (spins % 64 == 0 && should_leave(place, phase, place.rank, kBarrierGrace)) place.gave_up = 1;
-  }
+    return missing;
+  };
+  wait_until(place, phase, kBarrierGrace, look, [&](int) { return place.rank; });
   return static_cast<uint32_t>(to_bf16(tree8(s[0]))) | static_cast<uint32_t>(to_bf16(tree8(s[1]))) << 16;
 }
 
-// The data of n slots, of at most eight, `stride` words apart, to shared memory, all loads in flight together. As
-// above.
+// The data of n slots, of at most eight, `stride` words apart, to shared memory. Sources as in wait_sum.
 inline __device__ __noinline__ void wait_words(Place& place, Phase phase, const uint64_t* slot, int stride, int n,
                                                int source, uint32_t* to, int to_stride, uint64_t grace = 0) {
   const uint32_t epoch = place.epoch;
-  for (uint32_t spins = 1; !place.gave_up; ++spins) {
-    uint64_t word[kSegments];
+  const auto look = [&] {
+    uint32_t data[kSegments];
+    const int missing = load_slots(epoch, [&](int r) { return slot + min(r, n - 1) * stride; }, data);
 #pragma unroll
-    for (int r = 0; r < kSegments; ++r) word[r] = ptx::load_relaxed_sys(slot + min(r, n - 1) * stride);
-    int missing = -1;
-#pragma unroll
-    for (int r = 0; r < kSegments; ++r) {
-      to[min(r, n - 1) * to_stride] = static_cast<uint32_t>(word[r]);
-      if (static_cast<uint32_t>(word[r] >> 32) != epoch) missing = r;
-    }
-    if (missing < 0) break;
-    if (spins % 64 == 0 && should_leave(place, phase, source < 0 ? missing : source, grace)) place.gave_up = 1;
-  }
+    for (int r = 0; r < kSegments; ++r) to[min(r, n - 1) * to_stride] = data[r];
+    return missing;
+  };
+  wait_until(place, phase, grace, look, [&](int missing) { return source < 0 ? missing : source; });
 }
 
 // All blocks of the rank; what they wrote before is visible after. False: somebody gave up, leave the kernel.
@@ -144,10 +158,10 @@ inline __device__ __noinline__ bool rank_barrier(Place& place, Phase phase) {
     uint32_t* barrier = &place.control->barrier;
     ptx::add_release_gpu(barrier);
     const uint32_t target = place.arrivals += place.size;
-    // The count runs on through all launches and wraps around.
-    for (uint32_t spins = 1; !place.gave_up && static_cast<int32_t>(ptx::load_acquire_gpu(barrier) - target) < 0;
-         ++spins)
-      if (spins % 256 == 0 && should_leave(place, phase, place.rank, kBarrierGrace)) place.gave_up = 1;
+    // The count runs on through all launches and wraps around: the arrivals that are missing, minus one.
+    wait_until(
+        place, phase, kBarrierGrace, [&] { return static_cast<int32_t>(target - ptx::load_acquire_gpu(barrier)) - 1; },
+        [&](int) { return place.rank; });
   }
   sync_block();
   return !place.gave_up;
