@@ -43,7 +43,7 @@ test: lint
 	$(BIN)/python -m pytest -n 2 --dist loadfile
 
 # Checkpoints of the released shapes, and the wheel in an environment of its own: about 45 GB of disk below pytest's temporary
-# folder, 20 minutes.
+# folder, 30 minutes.
 test-slow: $(VENV)/tools
 	$(BIN)/python -m pytest -m slow -s
 
