@@ -10,7 +10,7 @@ from jax.sharding import Mesh
 
 from muse_jax import _native
 from muse_jax.config import MuseSparkConfig
-from muse_jax.mesh import RANKS, check_mesh
+from muse_jax.mesh import RANKS, check_mesh, on_gpu
 
 
 class Communicator:
@@ -35,7 +35,7 @@ class Communicator:
             self._open()
 
     def _shares(self) -> bool:
-        return next(iter(self._mesh.devices.flat)).platform != "cpu"
+        return on_gpu(self._mesh)
 
     def open_key(self) -> int:
         """The key that calls carry.

@@ -17,7 +17,7 @@ from muse_jax.config import MuseSparkConfig
 from muse_jax.config_checks import as_path
 from muse_jax.decode import DecodeState, DecodeWeights, Prompts, StepOutput, TokenIds
 from muse_jax.errors import ProblemsError
-from muse_jax.mesh import check_mesh, in_own_mesh, make_mesh, own_mesh
+from muse_jax.mesh import check_mesh, in_own_mesh, make_mesh, on_gpu, own_mesh
 from muse_jax.model.reference import Reference, Tokens, params_of
 from muse_jax.profiling import host_phase
 from muse_jax.tokenizer import TOKENIZER_FILE, load_tokenizer
@@ -145,7 +145,7 @@ class LanguageModel:
         decode.check_tokens(self.weights, "tokens", tokens)
         tokens = jnp.asarray(tokens, jnp.int32)
         output, state = self._step(self.weights, state, tokens, active)
-        if next(iter(self.mesh.devices.flat)).platform == "cpu":
+        if not on_gpu(self.mesh):
             # jaxlib before 0.12 hangs with more than 32 multi-device programs in flight on the CPU.
             jax.block_until_ready(state.epoch)
         return output, state

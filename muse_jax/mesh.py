@@ -97,6 +97,11 @@ def check_mesh(mesh: Mesh) -> Mesh:
     return _mesh(list(mesh.devices.flat))
 
 
+def on_gpu(mesh: Mesh) -> bool:
+    """Whether the mesh's devices are GPUs; otherwise they are CPUs."""
+    return next(iter(mesh.devices.flat)).platform != "cpu"
+
+
 def ranks_per_device(mesh: Mesh) -> int:
     """How many consecutive ranks each device of the mesh holds: 8, 4, 2 or 1."""
     return RANKS // check_mesh(mesh).devices.size

@@ -3,6 +3,7 @@
 tests/simulator runs them; what else the tests compute, and what they compare with, stays the CPU's.
 """
 
+import functools
 import importlib
 import os
 import sys
@@ -23,11 +24,15 @@ def pytest_configure(config) -> None:
     register = jax.ffi.register_ffi_target
     replaced = []
 
+    @functools.cache
+    def simulated():  # while muse_jax is imported
+        if folder := os.environ.get("MUSE_SIMULATOR_FOLDER"):
+            sys.modules["muse_jax"].__path__.insert(0, folder)
+        return importlib.import_module("muse_jax._simulated")
+
     def registered(name, capsule, platform):
         if platform == "cpu" and name.startswith(FUSED):
-            if folder := os.environ.get("MUSE_SIMULATOR_FOLDER"):
-                sys.modules["muse_jax"].__path__.insert(0, folder)
-            capsule = importlib.import_module("muse_jax._simulated").handlers()[name]
+            capsule = simulated().handlers()[name]
             replaced.append(name)
         register(name, capsule, platform=platform)
 
@@ -36,7 +41,7 @@ def pytest_configure(config) -> None:
 
     jax.ffi.register_ffi_target = register
     assert len(replaced) >= len(FUSED), "imported before: what is registered stays"
-    module = importlib.import_module("muse_jax._simulated")
+    module = simulated()
 
     from muse_jax import comm
     from muse_jax.speculative import dflash_call

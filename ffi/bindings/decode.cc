@@ -66,10 +66,7 @@ Status head_behind(const std::vector<LayersMember*>& members) {
                {}};
   for (const LayersMember* m : members) {
     const auto& head = m->operands.head;
-    for (size_t i = 0; i < m->ranks.size(); ++i) {
-      all.lm_head[m->ranks[i]] = head.lm_head + i * head.lm_head_elements;
-      all.logits[m->ranks[i]] = head.logits + i * p.rows * p.vocab_rank();
-    }
+    share_head(m->ranks, head.lm_head, head.lm_head_elements, head.logits, p.rows * p.vocab_rank(), &all);
     all.results.push_back({head.token, head.nan});
   }
   return decode_head_cpu(all);

@@ -30,6 +30,17 @@ bool read_layers(ffi::Span<const int64_t> dims, ffi::Span<const float> scalars, 
                  const ffi::RemainingArgs& args, const ffi::RemainingRets& rets, bool taps, bool head, Check* check,
                  LayersOperands* out);
 
+// A device's vocabulary weights and logits, its ranks' one after the other, as a call (HeadCall, HeadPointers) has
+// them: by rank.
+template <typename Call>
+void share_head(const std::vector<int32_t>& ranks, const uint16_t* lm_head, int64_t lm_head_elements, float* logits,
+                int64_t rank_logits, Call* call) {
+  for (size_t i = 0; i < ranks.size(); ++i) {
+    call->lm_head[ranks[i]] = lm_head + i * lm_head_elements;
+    call->logits[ranks[i]] = logits + i * rank_logits;
+  }
+}
+
 struct HeadShape {
   int64_t rows, hidden;
   int64_t count;             // ranks of this device

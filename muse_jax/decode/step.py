@@ -18,7 +18,7 @@ from muse_jax.decode import weights as weights_module
 from muse_jax.decode.rows import MAX_ROWS, Rows, next_rows
 from muse_jax.decode.state import DecodeState
 from muse_jax.decode.weights import RANK, REPLICATED, DecodeWeights
-from muse_jax.mesh import AXIS, in_own_mesh
+from muse_jax.mesh import AXIS, in_own_mesh, on_gpu
 
 LAYERS_TARGET = "muse_decode_layers_v1"
 HEAD_TARGET = "muse_decode_head_v1"
@@ -308,8 +308,7 @@ def decode_step(
 
 
 def _wait_limit(weights: DecodeWeights, seconds: float | None) -> np.float32:
-    platform = next(iter(weights.mesh.devices.flat)).platform
-    return np.float32(WAIT_LIMIT["cpu" if platform == "cpu" else "gpu"] if seconds is None else seconds)
+    return np.float32(WAIT_LIMIT["gpu" if on_gpu(weights.mesh) else "cpu"] if seconds is None else seconds)
 
 
 def _refuse_vmap(call):

@@ -9,6 +9,7 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from muse_jax.decode import DecodeState, DecodeWeights, StepOutput, Taps, run_step
+from muse_jax.mesh import on_gpu
 from muse_jax.sampling import Choice, choose, log_probs
 from muse_jax.speculative.accept import accept
 from muse_jax.speculative.draft import Draft, Seen
@@ -116,12 +117,10 @@ def pick(
     if choice is None and logprobs is None:
         return output.token, ()
 
-    on_gpu = next(iter(weights.mesh.devices.flat)).platform != "cpu"
-
     def call(bits, token, position, choice):
         logits = lax.bitcast_convert_type(bits, jnp.float32)
         if choice is not None:
-            token = choose(logits, choice, position, unroll=on_gpu)
+            token = choose(logits, choice, position, unroll=on_gpu(weights.mesh))
         return token, () if logprobs is None else log_probs(logits, token, logprobs)
 
     # Every device has whole rows and does the same. They travel as integers (docs/numerics.md 9).

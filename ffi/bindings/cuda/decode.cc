@@ -67,10 +67,9 @@ ffi::Error layers_impl(Stream stream, int32_t device, ffi::RemainingArgs operand
     args.silent_rank = static_cast<int32_t>(silent_rank);
     args.head.multiplier = in.head.multiplier, args.head.cap = in.head.cap, args.head.gain = in.head.gain;
     args.head.token = in.head.token, args.head.nan = in.head.nan;
-    for (size_t i = 0; head && i < ranks.size(); ++i) {
-      args.head.lm_head[ranks[i]] = in.head.lm_head + i * in.head.lm_head_elements;
-      args.head.logits[ranks[i]] = in.head.logits + i * plan.rows * plan.vocab_rank();
-    }
+    if (head)
+      share_head(ranks, in.head.lm_head, in.head.lm_head_elements, in.head.logits, plan.rows * plan.vocab_rank(),
+                 &args.head);
     return to_error(launch_layers(stream, args, prepared.blocks));
   });
 }
@@ -94,10 +93,8 @@ ffi::Error head_impl(Stream stream, int32_t device, S32 ranks_operand, F32 x, Bf
     StepArgs args = args_of(*communicator, prepared, plan, ranks, wait_limit);
     args.shared.stream = x.typed_data(), args.shared.sequence = sequence.typed_data();
     args.head.multiplier = multiplier, args.head.cap = cap, args.head.gain = bits(gain);
-    for (size_t i = 0; i < ranks.size(); ++i) {
-      args.head.lm_head[ranks[i]] = bits(lm_head) + i * shape.lm_head_elements;
-      args.head.logits[ranks[i]] = logits->typed_data() + i * shape.rows * shape.columns;
-    }
+    share_head(ranks, bits(lm_head), shape.lm_head_elements, logits->typed_data(), shape.rows * shape.columns,
+               &args.head);
     args.head.token = token->typed_data(), args.head.nan = nan->typed_data();
     return to_error(launch_head(stream, args, prepared.blocks));
   });

@@ -49,10 +49,10 @@ Status prepare_head(const Plan& plan, Prepared* prepared) {
 }
 
 Status launch_head(Stream stream, const StepArgs& args, int blocks) {
-  const auto cuda_stream = static_cast<cudaStream_t>(stream);
-  cudaError_t e = clear_head(args, cuda_stream);
+  const cudaStream_t queue = cuda_stream(stream);
+  cudaError_t e = clear_head(args, queue);
   if (e == cudaSuccess) e = launch_fused(decode_head, args, blocks, sizeof(BlockShared), stream);
-  return e == cudaSuccess ? Status{} : Status{std::string("decode_head: ") + cudaGetErrorString(e)};
+  return cuda_status("decode_head", e);
 }
 
 }  // namespace muse

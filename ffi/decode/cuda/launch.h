@@ -17,7 +17,7 @@ Status prepare_kernel(const char* name, Kernel kernel, int64_t fixed_bytes, int6
   int device = 0, limit = 0, multiprocessors = 0, per_multiprocessor = 0;
   cudaError_t e = cudaGetDevice(&device);
   if (e == cudaSuccess) e = cudaDeviceGetAttribute(&limit, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
-  if (e != cudaSuccess) return {std::string(name) + ": " + cudaGetErrorString(e)};
+  if (e != cudaSuccess) return cuda_status(name, e);
   const int bytes = static_cast<int>(fixed_bytes + region_bytes);
   if (bytes > limit)
     return {std::string(name) + ": a block needs " + std::to_string(bytes) + " bytes of shared memory, device " +
@@ -26,7 +26,7 @@ Status prepare_kernel(const char* name, Kernel kernel, int64_t fixed_bytes, int6
   if (e == cudaSuccess) e = cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device);
   if (e == cudaSuccess)
     e = cudaOccupancyMaxActiveBlocksPerMultiprocessor(&per_multiprocessor, kernel, kLaunchThreads, bytes);
-  if (e != cudaSuccess) return {std::string(name) + ": " + cudaGetErrorString(e)};
+  if (e != cudaSuccess) return cuda_status(name, e);
   if (per_multiprocessor == 0) return {std::string(name) + ": a block does not fit on a multiprocessor"};
   prepared->region_bytes = static_cast<uint32_t>(region_bytes);
   prepared->blocks = multiprocessors;  // one per multiprocessor: its ring fills the shared memory

@@ -203,18 +203,18 @@ Status prepare_layers(const Plan& plan, Prepared* prepared) {
 }
 
 Status launch_layers(Stream stream, const StepArgs& args, int blocks) {
-  const auto cuda_stream = static_cast<cudaStream_t>(stream);
+  const cudaStream_t queue = cuda_stream(stream);
   const Plan& p = args.plan;
   const int64_t run = p.layer_end - p.layer_begin;
-  cudaError_t e = fill_with_ones(args.results.stream, p.rows * p.hidden * 4, cuda_stream);
+  cudaError_t e = fill_with_ones(args.results.stream, p.rows * p.hidden * 4, queue);
   if (e == cudaSuccess && args.results.tap_residuals) {
-    e = fill_with_ones(args.results.tap_residuals, run * 2 * p.rows * p.hidden * 4, cuda_stream);
-    if (e == cudaSuccess) e = fill_with_ones(args.results.tap_experts, run * p.rows * p.top_k * 4, cuda_stream);
-    if (e == cudaSuccess) e = fill_with_ones(args.results.tap_weights, run * p.rows * p.top_k * 4, cuda_stream);
+    e = fill_with_ones(args.results.tap_residuals, run * 2 * p.rows * p.hidden * 4, queue);
+    if (e == cudaSuccess) e = fill_with_ones(args.results.tap_experts, run * p.rows * p.top_k * 4, queue);
+    if (e == cudaSuccess) e = fill_with_ones(args.results.tap_weights, run * p.rows * p.top_k * 4, queue);
   }
-  if (e == cudaSuccess && args.head.token) e = clear_head(args, cuda_stream);
+  if (e == cudaSuccess && args.head.token) e = clear_head(args, queue);
   if (e == cudaSuccess) e = launch_fused(decode_layers, args, blocks, sizeof(BlockShared), stream);
-  return e == cudaSuccess ? Status{} : Status{std::string("decode_layers: ") + cudaGetErrorString(e)};
+  return cuda_status("decode_layers", e);
 }
 
 }  // namespace muse
