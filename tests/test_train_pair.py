@@ -67,7 +67,7 @@ def test_commands(tmp_path, monkeypatch, capsys):
     small = TARGET.replace(vocab_size=vocabulary)
     monkeypatch.setattr(target, "model_config", lambda size: small.replace(vocab_size=size))
     monkeypatch.setattr(drafter, "draft_config", lambda config: dataclasses.replace(DRAFT, vocab_size=vocabulary))
-    for name, value in (("BATCH", 8), ("HELD_OUT_ROWS", 8), ("LENGTH", 48), ("PROMPT", 16)):
+    for name, value in (("BATCH", 6), ("HELD_OUT_ROWS", 6), ("LENGTH", 48), ("PROMPT", 16)):
         monkeypatch.setattr(texts, name, value)
     monkeypatch.setattr(card, "WIDTHS", (2, 6))
     monkeypatch.setattr(card, "NEW_TOKENS", 24)
@@ -78,7 +78,7 @@ def test_commands(tmp_path, monkeypatch, capsys):
     with pytest.raises(SystemExit, match="an earlier run had other settings"):
         run(target, folder, runs / "target", *settings, "--length", 32)
     convert_checkpoint(runs / "target/model", pair / "target", to="orbax", quantize=True)
-    assert "no time for batch 0 of 3" in run(
+    assert "no time for batch 0 of 4" in run(
         texts, pair / "target", folder, runs / "texts", "--rows", 24, "--minutes", 0
     )
     assert "finished" in run(texts, pair / "target", folder, runs / "texts", "--rows", 24, "--minutes", 60)
