@@ -2,8 +2,8 @@
 // has the same layout, so an offset and a base pointer address any rank's.
 //
 // Slots hold 64-bit words: 32 bits of data and the 32-bit epoch of the exchange, stored together, so the data is its
-// own flag: no separate flag, no reset. Sums of squares of a stream's unit or a pair's outputs are flags of these too:
-// fences on both sides.
+// own flag: no separate flag, no reset. Sums of squares of a stream's unit are flags of the unit too: fences on both
+// sides.
 //
 // Why a slot is not written again before it is read (who waits for an epoch would wait for ever). A layer's barriers of
 // a rank: H behind the head norms, A behind attention, R behind routing, E behind the gathered hidden rows. Two facts
@@ -19,7 +19,7 @@
 //   hidden                            E                   next layer, behind R            1
 //   sums                              the next H          next layer, behind E            2
 //   partial[1], branch[1]             the next H          next layer, behind E            2
-//   combined                          the next H, own     next layer, behind E
+//   f, combined                       the next H, own     next layer, behind E
 //   row_sums[0]                       R, own rank         next layer, behind A
 //   row_sums[1]                       the next H, own     next layer, behind E; start()
 //
@@ -28,7 +28,7 @@
 // norms: head_sums carry the epoch of the layer before, as the row_sums that q, k, v and u waited for.
 //
 // Scratch of the rank lies between barriers too: the stream is read before R and before H and written behind A and
-// behind E; f and the routing are read before the next H and written behind the next E and A.
+// behind E; the routing is read before the next H and written behind the next A.
 #pragma once
 
 #include "ffi/decode/plan.h"
@@ -79,11 +79,11 @@ struct Workspace {
   // what the head call uses too: its offsets depend on the hidden size alone
   int64_t h, best, segment_sums;
   // scratch
-  int64_t stream, q, u, o, stretch_sums, stretch_counts, group_counts, slice_counts, router_weights, router_experts, x,
-      hidden_rows, f;
+  int64_t stream, q, u, o, stretch_sums, stretch_counts, group_counts, router_weights, router_experts, x, hidden_rows;
   // slots, [source rank][...]
   int64_t partial[2], branch[2], logits, pooled, hidden, sums;
   int64_t row_sums[2];  // slots that the rank itself fills: [row][segment]
+  int64_t f;            // likewise, the experts' outputs: [row and slot][pair of columns]
   int64_t combined;     // likewise: [row][pair of columns]
   int64_t head_sums;    // likewise: [segment][row][column of q, k, v and u]
   int64_t timeline;     // [block][event]
@@ -112,12 +112,10 @@ MUSE_FN Workspace workspace_of(const Plan& p) {
   w.stretch_sums = take(kAttentionSums * group * kSumWidth * 4);
   w.stretch_counts = take(rows * p.kv_rank() * 4);
   w.group_counts = take((rows / 16) * (p.moe_columns() / 16) * 4);
-  w.slice_counts = take(pairs * 4);
   w.router_weights = take(pairs * 4);
   w.router_experts = take(pairs * 4);
   w.x = take(rows * padded(p.moe_hidden) * 2);
   w.hidden_rows = take(pairs * padded(p.moe_inner) * 2);
-  w.f = take(pairs * p.moe_columns() * 2);
   for (int i = 0; i < 2; ++i) {
     w.partial[i] = take(kRanks * rows * (p.hidden / kRanks) * 8);
     w.branch[i] = take(kRanks * rows * (p.hidden / kRanks / 2) * 8);
@@ -127,6 +125,7 @@ MUSE_FN Workspace workspace_of(const Plan& p) {
   w.pooled = take(kRanks * rows * (p.moe_columns() / 2) * 8);
   w.hidden = take(kRanks * pairs * (p.inner_columns() / 16) * kBlockWords * 8);
   w.sums = take(kRanks * pairs * 8);
+  w.f = take(pairs * (p.moe_columns() / 2) * 8);
   w.combined = take(rows * (p.moe_columns() / 2) * 8);
   w.head_sums = take(kSegments * rows * p.qkvu_rows() * 8);
 #ifdef MUSE_TIMELINE

@@ -152,7 +152,7 @@ inline __device__ __noinline__ void wait_words(Place& place, Phase phase, const 
 }
 
 // All blocks of the rank; what they wrote before is visible after. False: somebody gave up, leave the kernel.
-inline __device__ __noinline__ bool rank_barrier(Place& place, Phase phase) {
+__device__ __forceinline__ bool rank_barrier(Place& place, Phase phase) {
   sync_block();
   if (thread_index() == 0) {
     uint32_t* barrier = &place.control->barrier;
