@@ -48,6 +48,11 @@ class ExpertFinish : public RouterSteps {
     return region<float>() + ((unit % kUnits * kSegments + segment) * 2 + half) * 16 * kSliceRows;
   }
 
+  // Slot words of so many pairs' hidden rows, of one source.
+  __device__ int hidden_words(int pairs) const {
+    return pairs * (static_cast<int>(p_.inner_columns()) / 16) * static_cast<int>(kPieceWords);
+  }
+
  private:
   // An expert GEMM's units, round robin; false: the block is leaving. `first`: the number of the first in the queue.
   __device__ bool finish_units(bool second, uint32_t& first) {
@@ -105,22 +110,21 @@ class ExpertFinish : public RouterSteps {
   // Sixteen lanes hold a 16-block of a pair's hidden row; all lanes of the warp come here, those of a pair that does
   // not exist store nothing. Every rank gets it: as codes and their scale, or as it is.
   __device__ __forceinline__ void push_hidden(ExpertKind kind, int pair, int group, uint16_t m, bool present) {
-    const int j = thread_index() % 16, groups = static_cast<int>(p_.inner_columns()) / 16;
-    const int per_source = kMaxRows * top_k() * groups * kBlockWords, at = (pair * groups + group) * kBlockWords;
+    const int j = thread_index() % 16, t = j % 8 / 2;
     if (kind != ExpertKind::kW4A4) {
       const uint32_t word = pack(m, static_cast<uint16_t>(__shfl_down_sync(~0u, static_cast<uint32_t>(m), 1)));
-      if (present && j % 2 == 0) push_all(w_.hidden, per_source, at + j / 2, word);
+      if (present && j % 2 == 0)
+        push_all(w_.hidden, hidden_words(kMaxRows * top_k()), hidden_words(pair) + group * kPieceWords + 2 * t + j / 8,
+                 word);
       return;
     }
     const Quantized q = quantize_lane(m, __ldg(a_.shared.input_scales + 2 * layer() + 1));
-    uint32_t word = q.code << (4 * (j % 8));
-#pragma unroll
-    for (int step = 1; step < 8; step *= 2) word |= __shfl_xor_sync(~0u, word, step);
+    const uint32_t word = hidden_codes(q.code, q.scale);
     if (!present) return;
-    // Lanes 0 to 7 hold the first word, 8 to 15 the second; each stores for rank j mod 8.
-    uint64_t* slot = slots_to(j % kRanks, w_.hidden, per_source) + at;
-    store_slot(slot + j / 8, word, place_.epoch);
-    if (j < 8) store_slot(slot + 2, q.scale, place_.epoch);
+    const int at = hidden_words(pair) + group / 2 * kPieceWords + 2 * t + group % 2;
+#pragma unroll
+    for (int r = j / 8 * 2 + j % 2; r < kRanks; r += 4)  // four lanes have the word, each stores for two ranks
+      store_slot(slots_to(r, w_.hidden, hidden_words(kMaxRows * top_k())) + at, word, place_.epoch);
   }
 
   // Sixteen lanes hold a pair's outputs in one or two row groups from `first` on, a column each. Neighbours make words

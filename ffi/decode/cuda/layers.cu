@@ -60,9 +60,9 @@ class Step : public ExpertSteps {
     run_phase<&Step::prepare_terms>(0);  // while the first weights come
     experts();
     mark(Mark::kFirst);
-    if (!run_phase<&Step::gather_hidden>()) return false;
-    mark(Mark::kGather);
-    if (!rank_barrier(Phase::kHidden)) return false;
+    sync_block();  // all know that it is the second
+    run_phase<&Step::wait_hidden>();
+    mark(Mark::kHidden);
     experts();
     mark(Mark::kSecond);
     return true;

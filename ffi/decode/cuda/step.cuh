@@ -73,7 +73,7 @@ enum class Mark : uint8_t {
   kRoute,
   kGroup,
   kFirst,
-  kGather,
+  kHidden,
   kSecond
 };
 
