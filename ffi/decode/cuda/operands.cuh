@@ -163,12 +163,11 @@ class OperandSteps : public DenseBase {
     const uint64_t* slots = mine<uint64_t>(w_.combined) + i0 * words;
     sync_block();  // combine's part of the region is read
 #pragma unroll 1
-    for (int c = thread_index(); c < words; c += kThreads)
+    for (int c = 2 * thread_index(); c < words; c += 2 * kThreads)
 #pragma unroll 1
-      for (int row = 0; row < count; row += kSegments) {
-        wait_words(place_, Phase::kCombine, slots + row * words + c, words, count - row, me(),
-                   operand_words(row) + word_of(2 * c), column_tile_at(1, 0, 0) / 2, kBarrierGrace);
-      }
+      for (int row = 0; row < count; row += kSegments)
+        wait_pairs(place_, Phase::kCombine, slots + row * words + c, words, count - row, me(),
+                   operand_words(row) + word_of(2 * c), column_tile_at(1, 0, 0) / 2, word_of(2), kBarrierGrace);
     return all_alive();
   }
 

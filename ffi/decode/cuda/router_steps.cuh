@@ -115,10 +115,12 @@ class RouterSteps : public AttentionSteps {
     uint32_t* two = region<uint32_t>();
     const uint64_t* pooled = slots_from(0, w_.pooled, kMaxRows * half) + i * half;
 #pragma unroll 1
-    for (int c = thread_index(); c < half; c += kThreads) {
-      wait_words(place_, Phase::kRouter, pooled + c, kMaxRows * half, kRanks, -1, two + 2 * c, 2 * half);
-#pragma unroll 1
-      for (int at = c; at < pairs; at += half) row[at] = {low_bf16(two[2 * at]), high_bf16(two[2 * at])};
+    for (int c = 2 * thread_index(); c < half; c += 2 * kThreads) {
+      wait_pairs(place_, Phase::kRouter, pooled + c, kMaxRows * half, kRanks, -1, two + 2 * c, 2 * half, 2);
+#pragma unroll 4
+      for (int at = c; at < pairs; at += half)
+#pragma unroll
+        for (int e = at; e < at + 2; ++e) row[e] = {low_bf16(two[2 * e]), high_bf16(two[2 * e])};
     }
   }
 
