@@ -6,9 +6,10 @@
 // sides.
 //
 // Why a slot is not written again before it is read (who waits for an epoch would wait for ever). A layer's barriers of
-// a rank: H behind the head norms, A behind attention, R behind routing. Two facts about the other ranks:
-// 1. Whoever has waited for row_sums[0] knows that all blocks of all ranks came to A: these sums were made of every
-//    rank's branch[0], and that of everybody's o_proj. Every block waits so in pre_expert_proj's operand.
+// a rank: H behind the head norms, R behind routing. Two facts about the other ranks:
+// 1. Whoever has waited for row_sums[0] knows that all blocks of all ranks came to H: these sums were made of every
+//    rank's branch[0], that of everybody's o_proj, and its operand by attention, which is behind H. Every block waits
+//    so in pre_expert_proj's operand.
 // 2. Whoever has seen an expert's output knows that all blocks of all ranks came to R: every rank's hidden rows, of
 //    which it was made, are behind its R. So does who has seen what was made of outputs, sums of squares and the
 //    weighted sum, for which every block waits in post_expert_proj's operand. Call that S.
@@ -20,16 +21,17 @@
 //   hidden                            the next H          next layer, behind R            1
 //   sums                              the next H          next layer, behind outputs      2
 //   partial[1], branch[1]             the next H          next layer, behind S            2
+//   o                                 R, own rank         next layer, behind H
 //   f, combined                       the next H, own     next layer, behind R
-//   row_sums[0]                       R, own rank         next layer, behind A
+//   row_sums[0]                       R, own rank         next layer, behind H
 //   row_sums[1]                       the next H, own     next layer, behind S; start()
 //
 // "The next H" of a launch's last layer is its end. start() uses branch[0] in an epoch of its own; it is written again
-// in reduce(0), which has waited for o_proj's sums of every rank, behind its A. A layer's epoch begins behind the head
+// in reduce(0), which has waited for o_proj's sums of every rank, behind its H. A layer's epoch begins behind the head
 // norms: head_sums carry the epoch of the layer before, as the row_sums that q, k, v and u waited for.
 //
-// Scratch of the rank lies between barriers too: the stream is read before R and before H and written behind A and
-// behind S; the routing is read before the next H and written behind the next A.
+// Scratch of the rank lies between barriers too: the stream is read before R and before H and written behind H and
+// behind S; the routing is read before the next H and written behind it.
 #pragma once
 
 #include "ffi/decode/plan.h"
@@ -82,10 +84,11 @@ struct Workspace {
   // what the head call uses too: its offsets depend on the hidden size alone
   int64_t h, best, segment_sums;
   // scratch
-  int64_t stream, q, u, o, stretch_sums, stretch_counts, group_counts, router_weights, router_experts, x;
+  int64_t stream, q, u, stretch_sums, stretch_counts, group_counts, router_weights, router_experts, x;
   // slots, [source rank][...]
   int64_t partial[2], branch[2], logits, pooled, hidden, sums;
   int64_t row_sums[2];  // slots that the rank itself fills: [row][segment]
+  int64_t o;            // likewise, attention's: [row][pair of columns]
   int64_t f;            // likewise, the experts' outputs: [row and slot][pair of columns]
   int64_t combined;     // likewise: [row][pair of columns]
   int64_t head_sums;    // likewise: [segment][row][column of q, k, v and u]
@@ -111,7 +114,6 @@ MUSE_FN Workspace workspace_of(const Plan& p) {
   w.stream = take(rows * p.hidden * 4);
   w.q = take(rows * p.q_columns() * 2);
   w.u = take(rows * p.q_columns() * 2);
-  w.o = take(rows * p.q_columns() * 2);
   w.stretch_sums = take(kAttentionSums * group * kSumWidth * 4);
   w.stretch_counts = take(rows * p.kv_rank() * 4);
   w.group_counts = take((rows / 16) * (p.moe_columns() / 16) * 4);
@@ -127,6 +129,7 @@ MUSE_FN Workspace workspace_of(const Plan& p) {
   w.pooled = take(kRanks * rows * (p.moe_columns() / 2) * 8);
   w.hidden = take(kRanks * pairs * (p.inner_columns() / 16) * kPieceWords * 8);
   w.sums = take(kRanks * pairs * 8);
+  w.o = take(rows * (p.q_columns() / 2) * 8);
   w.f = take(pairs * (p.moe_columns() / 2) * 8);
   w.combined = take(rows * (p.moe_columns() / 2) * 8);
   w.head_sums = take(kSegments * rows * p.qkvu_rows() * 8);

@@ -226,11 +226,11 @@ class AttentionSteps : public RowSteps {
     }
     all = {all.x + own.x, all.y + own.y};  // the last stretch; +0 if it was complete
     denominator = denominator + own_denominator;
-    store_gated(pack(to_bf16(all.x / denominator), to_bf16(all.y / denominator)), gate,
-                mine<uint16_t>(w_.o) + column_tile_at(i, column, columns));
+    const uint32_t o = gated(pack(to_bf16(all.x / denominator), to_bf16(all.y / denominator)), gate);
+    store_slot(mine<uint64_t>(w_.o) + (i * columns + column) / 2, o, place_.epoch);
   }
 
-  // Until all units that leave sums have been; called by all. If somebody gave up, the next barrier says so.
+  // Until all units that leave sums have been; called by all. If somebody gave up, o_proj's operand says so.
   __device__ void wait_count(uint32_t* counter, uint32_t count) {
     if (thread_index() == 0) {
       wait_until(
@@ -242,14 +242,13 @@ class AttentionSteps : public RowSteps {
   }
 
   // o = R((a * r64) * sigmoid(u)) for one query head by one warp, two dimensions a lane.
-  __device__ void store_gated(uint32_t a, uint32_t u, uint16_t* o) {
-    const int lane = lane_index();
-    const float r = head_scale(a, lane);
-    uint32_t gated = 0;
+  __device__ uint32_t gated(uint32_t a, uint32_t u) const {
+    const float r = head_scale(a, lane_index());
+    uint32_t o = 0;
 #pragma unroll 1  // one copy of the sigmoid; the halves end in their places
     for (int e = 0; e < 2; ++e, a >>= 16, u >>= 16)
-      gated = __byte_perm(gated, to_bf16((low_bf16(a) * r) * sigmoid_of(low_bf16(u))), 0x5432);
-    *reinterpret_cast<uint32_t*>(o) = gated;
+      o = __byte_perm(o, to_bf16((low_bf16(a) * r) * sigmoid_of(low_bf16(u))), 0x5432);
+    return o;
   }
 };
 

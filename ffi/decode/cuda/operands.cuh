@@ -1,5 +1,5 @@
-// Operands that a dense GEMM makes for itself, every block its own, straight into shared memory: the normed stream, and
-// the weighted sum over the experts. Otherwise some blocks would make them for all and the rank would have to meet.
+// Operands of dense GEMMs, every block its own, straight into shared memory, for which the rank need not meet: the
+// normed stream, which every block norms for itself, and what blocks tell each other through slots.
 #pragma once
 
 #include "ffi/decode/cuda/dense.cuh"
@@ -156,18 +156,30 @@ class OperandSteps : public DenseBase {
     }
   }
 
-  // This rank's columns of the weighted sum over the chosen experts; false: somebody gave up. Blocks share it out and
-  // tell each other, two columns a slot: all of it would be too much reading for each.
-  __device__ bool load_combined(int i0) {
-    const int words = static_cast<int>(p_.moe_columns()) / 2, count = min(kPassRows, rows() - i0);
-    const uint64_t* slots = mine<uint64_t>(w_.combined) + i0 * words;
+  // The operand of a row-parallel GEMM, two columns a slot: attention's rows, or this rank's columns of the weighted
+  // sum over the chosen experts. Blocks share it out and tell each other; false: somebody gave up.
+  __device__ bool load_slots(int i0) {
+    const bool attention = s_.gemm == Gemm::kOutput;
+    const int words = static_cast<int>(attention ? p_.q_columns() : p_.moe_columns()) / 2;
+    const int count = min(kPassRows, rows() - i0);
+    const uint64_t* slots = mine<uint64_t>(attention ? w_.o : w_.combined) + i0 * words;
+    if (attention) {  // first a word of what a block stores at once: all would be much to look at again and again
+      const int heads = s_.attention.kv_heads;
+#pragma unroll 1
+      for (int part = thread_index(); part < count * heads; part += kThreads) {
+        uint32_t last[1];
+        wait(
+            Phase::kAttention, [&](int) { return slots + (part + 1) * (words / heads) - 1; }, [&](int) { return me(); },
+            last, kBarrierGrace);
+      }
+    }
     sync_block();  // combine's part of the region is read
 #pragma unroll 1
     for (int c = 2 * thread_index(); c < words; c += 2 * kThreads)
 #pragma unroll 1
       for (int row = 0; row < count; row += kSegments)
-        wait_pairs(place_, Phase::kCombine, slots + row * words + c, words, count - row, me(),
-                   operand_words(row) + word_of(2 * c), column_tile_at(1, 0, 0) / 2, word_of(2), kBarrierGrace);
+        wait_pairs(place_, attention ? Phase::kAttention : Phase::kCombine, slots + row * words + c, words, count - row,
+                   me(), operand_words(row) + word_of(2 * c), column_tile_at(1, 0, 0) / 2, word_of(2), kBarrierGrace);
     return all_alive();
   }
 

@@ -137,8 +137,8 @@ inline __device__ __noinline__ uint32_t wait_segments(Place& place, Phase phase,
   return static_cast<uint32_t>(to_bf16(tree8(s[0]))) | static_cast<uint32_t>(to_bf16(tree8(s[1]))) << 16;
 }
 
-// The data of n pairs of slots, of at most eight, `stride` words apart, to shared memory: pairs `to_stride` words apart,
-// a pair's second word `to_next` behind the first. Sources as in wait_sum.
+// The data of n pairs of slots, of at most eight, `stride` words apart, to shared memory: pairs `to_stride` words
+// apart, a pair's second word `to_next` behind the first. Sources as in wait_sum.
 inline __device__ __noinline__ void wait_pairs(Place& place, Phase phase, const uint64_t* slot, int stride, int n,
                                                int source, uint32_t* to, int to_stride, int to_next,
                                                uint64_t grace = 0) {
