@@ -199,7 +199,7 @@ class AttentionSteps : public RowSteps {
     wait_count(mine<uint32_t>(w_.stretch_counts) + i * s_.attention.kv_heads + head, c.runs(run) + c.last - c.own + 1);
     if (warp >= heads) return;
     const float *numerators = stored + warp * kHeadDim + 2 * lane, *denominators = stored + heads * kHeadDim + warp;
-    constexpr int kAtOnce = 8;  // loads in flight
+    constexpr int kAtOnce = 12;  // loads in flight
     float2 own{}, all{};
     float own_denominator = 0.0f, denominator = 0.0f;
 #pragma unroll 1
