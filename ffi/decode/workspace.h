@@ -21,7 +21,7 @@
 //   hidden                            the next H          next layer, behind R            1
 //   sums                              the next H          next layer, behind outputs      2
 //   partial[1], branch[1]             the next H          next layer, behind S            2
-//   o                                 R, own rank         next layer, behind H
+//   stretch_sums, o                   R, own rank         next layer, behind H
 //   f, combined                       the next H, own     next layer, behind R
 //   row_sums[0]                       R, own rank         next layer, behind H
 //   row_sums[1]                       the next H, own     next layer, behind S; start()
@@ -73,7 +73,7 @@ struct Report {
 
 // Sums of attention, of a chunk or of a stretch of 2048 positions for one row and kv head, that fit the scratch at
 // once: 16 rows of two heads at a million positions by stretches. Of each query head the numerators and the
-// denominator, padded so that pairs are aligned.
+// denominator, padded so that pairs of slots are aligned.
 constexpr int64_t kAttentionSums = 17408;
 constexpr int kSumWidth = kHeadDim + 2;
 
@@ -84,15 +84,16 @@ struct Workspace {
   // what the head call uses too: its offsets depend on the hidden size alone
   int64_t h, best, segment_sums;
   // scratch
-  int64_t stream, q, u, stretch_sums, stretch_counts, group_counts, router_weights, router_experts, x;
+  int64_t stream, q, u, group_counts, router_weights, router_experts, x;
   // slots, [source rank][...]
   int64_t partial[2], branch[2], logits, pooled, hidden, sums;
-  int64_t row_sums[2];  // slots that the rank itself fills: [row][segment]
-  int64_t o;            // likewise, attention's: [row][pair of columns]
-  int64_t f;            // likewise, the experts' outputs: [row and slot][pair of columns]
-  int64_t combined;     // likewise: [row][pair of columns]
-  int64_t head_sums;    // likewise: [segment][row][column of q, k, v and u]
-  int64_t timeline;     // [block][event]
+  int64_t row_sums[2];   // slots that the rank itself fills: [row][segment]
+  int64_t stretch_sums;  // likewise, attention's parts (attention_steps.cuh)
+  int64_t o;             // likewise, attention's rows: [row][pair of columns]
+  int64_t f;             // likewise, the experts' outputs: [row and slot][pair of columns]
+  int64_t combined;      // likewise: [row][pair of columns]
+  int64_t head_sums;     // likewise: [segment][row][column of q, k, v and u]
+  int64_t timeline;      // [block][event]
   int64_t bytes;
 };
 
@@ -114,8 +115,6 @@ MUSE_FN Workspace workspace_of(const Plan& p) {
   w.stream = take(rows * p.hidden * 4);
   w.q = take(rows * p.q_columns() * 2);
   w.u = take(rows * p.q_columns() * 2);
-  w.stretch_sums = take(kAttentionSums * group * kSumWidth * 4);
-  w.stretch_counts = take(rows * p.kv_rank() * 4);
   w.group_counts = take((rows / 16) * (p.moe_columns() / 16) * 4);
   w.router_weights = take(pairs * 4);
   w.router_experts = take(pairs * 4);
@@ -129,6 +128,7 @@ MUSE_FN Workspace workspace_of(const Plan& p) {
   w.pooled = take(kRanks * rows * (p.moe_columns() / 2) * 8);
   w.hidden = take(kRanks * pairs * (p.inner_columns() / 16) * kPieceWords * 8);
   w.sums = take(kRanks * pairs * 8);
+  w.stretch_sums = take(kAttentionSums * group * kSumWidth * 8);
   w.o = take(rows * (p.q_columns() / 2) * 8);
   w.f = take(pairs * (p.moe_columns() / 2) * 8);
   w.combined = take(rows * (p.moe_columns() / 2) * 8);

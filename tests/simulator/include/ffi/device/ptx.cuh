@@ -48,6 +48,9 @@ void store_relaxed_sys(T* p, T v) {
   __atomic_store_n(p, v, __ATOMIC_SEQ_CST);
   simulator::moved();
 }
+inline void store_relaxed_gpu_v2(uint64_t* p, uint64_t first, uint64_t second) {
+  store_relaxed_sys(p, first), store_relaxed_sys(p + 1, second);
+}
 inline uint32_t add_acq_rel_gpu(uint32_t* p) {
   simulator::moved();
   return __atomic_fetch_add(p, 1u, __ATOMIC_SEQ_CST);
