@@ -2,33 +2,36 @@
 // has the same layout, so an offset and a base pointer address any rank's.
 //
 // Slots hold 64-bit words: 32 bits of data and the 32-bit epoch of the exchange, stored together, so the data is its
-// own flag: no separate flag, no reset. Sums of squares of a stream's unit or a pair's outputs are flags of these too:
-// fences on both sides.
+// own flag: no separate flag, no reset. Sums of squares of a stream's unit are flags of the unit too: fences on both
+// sides.
 //
 // Why a slot is not written again before it is read (who waits for an epoch would wait for ever). A layer's barriers of
-// a rank: H behind the head norms, A behind attention, R behind routing, E behind the gathered hidden rows. Two facts
-// about the other ranks:
-// 1. Whoever has waited for row_sums[0] knows that all blocks of all ranks came to A: these sums were made of every
-//    rank's branch[0], and that of everybody's o_proj. Every block waits so in pre_expert_proj's operand.
-// 2. Whoever has passed E knows that all blocks of all ranks came to R: every rank's hidden rows are behind its R.
+// a rank: H behind the head norms, R behind routing. Two facts about the other ranks:
+// 1. Whoever has waited for row_sums[0] knows that all blocks of all ranks came to H: these sums were made of every
+//    rank's branch[0], that of everybody's o_proj, and its operand by attention, which is behind H. Every block waits
+//    so in pre_expert_proj's operand.
+// 2. Whoever has seen an expert's output knows that all blocks of all ranks came to R: every rank's hidden rows, of
+//    which it was made, are behind its R. So does who has seen what was made of outputs, sums of squares and the
+//    weighted sum, for which every block waits in post_expert_proj's operand. Call that S.
 //
 //   slot                              last read before    next write                      by
-//   head_sums                         H, own rank         next layer, launch, behind E
-//   partial[0], branch[0]             R                   next layer, launch, behind E    2
+//   head_sums                         H, own rank         next layer, launch, behind S
+//   partial[0], branch[0]             R                   next layer, launch, behind S    2
 //   logits, pooled                    R                   next layer, pre_expert          2
-//   hidden                            E                   next layer, behind R            1
-//   sums                              the next H          next layer, behind E            2
-//   partial[1], branch[1]             the next H          next layer, behind E            2
-//   combined                          the next H, own     next layer, behind E
-//   row_sums[0]                       R, own rank         next layer, behind A
-//   row_sums[1]                       the next H, own     next layer, behind E; start()
+//   hidden                            the next H          next layer, behind R            1
+//   sums                              the next H          next layer, behind outputs      2
+//   partial[1], branch[1]             the next H          next layer, behind S            2
+//   stretch_sums, o                   R, own rank         next layer, behind H
+//   f, combined                       the next H, own     next layer, behind R
+//   row_sums[0]                       R, own rank         next layer, behind H
+//   row_sums[1]                       the next H, own     next layer, behind S; start()
 //
 // "The next H" of a launch's last layer is its end. start() uses branch[0] in an epoch of its own; it is written again
-// in reduce(0), which has waited for o_proj's sums of every rank, behind its A. A layer's epoch begins behind the head
+// in reduce(0), which has waited for o_proj's sums of every rank, behind its H. A layer's epoch begins behind the head
 // norms: head_sums carry the epoch of the layer before, as the row_sums that q, k, v and u waited for.
 //
-// Scratch of the rank lies between barriers too: the stream is read before R and before H and written behind A and
-// behind E; f and the routing are read before the next H and written behind the next E and A.
+// Scratch of the rank lies between barriers too: the stream is read before R and before H and written behind H and
+// behind S; the routing is read before the next H and written behind it.
 #pragma once
 
 #include "ffi/decode/plan.h"
@@ -39,8 +42,10 @@ namespace muse {
 constexpr int kMaxPairsLog2 = 10;
 constexpr int64_t kMaxPairs = 1 << kMaxPairsLog2;
 static_assert(kMaxPairs == kMaxRows * kMaxTopK);
-constexpr int64_t kBlockWords =
-    8;  // slot words of a 16-wide block of an expert's hidden row: 16 bf16, or 16 codes and a scale
+// Hidden rows of experts travel as the B operands of m16n8k16 that they will be, registers 0 and 1 of its lanes 4 g +
+// t: a piece of eight slot words, 2 t and 2 t + 1 for lane t, is a 16-block of bf16, a register a word; or two
+// 16-blocks of codes with their scales (hidden_codes), a word each.
+constexpr int64_t kPieceWords = 8;
 
 constexpr int64_t kBestWords = 2;  // a rank's best logit of a row and its token id
 constexpr int64_t kHeadRows = 16;  // rows whose logits are summed at once
@@ -68,7 +73,7 @@ struct Report {
 
 // Sums of attention, of a chunk or of a stretch of 2048 positions for one row and kv head, that fit the scratch at
 // once: 16 rows of two heads at a million positions by stretches. Of each query head the numerators and the
-// denominator, padded so that pairs are aligned.
+// denominator, padded so that pairs of slots are aligned.
 constexpr int64_t kAttentionSums = 17408;
 constexpr int kSumWidth = kHeadDim + 2;
 
@@ -79,14 +84,16 @@ struct Workspace {
   // what the head call uses too: its offsets depend on the hidden size alone
   int64_t h, best, segment_sums;
   // scratch
-  int64_t stream, q, u, o, stretch_sums, stretch_counts, group_counts, slice_counts, router_weights, router_experts, x,
-      hidden_rows, f;
+  int64_t stream, q, u, group_counts, router_weights, router_experts, x;
   // slots, [source rank][...]
   int64_t partial[2], branch[2], logits, pooled, hidden, sums;
-  int64_t row_sums[2];  // slots that the rank itself fills: [row][segment]
-  int64_t combined;     // likewise: [row][pair of columns]
-  int64_t head_sums;    // likewise: [segment][row][column of q, k, v and u]
-  int64_t timeline;     // [block][event]
+  int64_t row_sums[2];   // slots that the rank itself fills: [row][segment]
+  int64_t stretch_sums;  // likewise, attention's parts (attention_steps.cuh)
+  int64_t o;             // likewise, attention's rows: [row][pair of columns]
+  int64_t f;             // likewise, the experts' outputs: [row and slot][pair of columns]
+  int64_t combined;      // likewise: [row][pair of columns]
+  int64_t head_sums;     // likewise: [segment][row][column of q, k, v and u]
+  int64_t timeline;      // [block][event]
   int64_t bytes;
 };
 
@@ -108,16 +115,10 @@ MUSE_FN Workspace workspace_of(const Plan& p) {
   w.stream = take(rows * p.hidden * 4);
   w.q = take(rows * p.q_columns() * 2);
   w.u = take(rows * p.q_columns() * 2);
-  w.o = take(rows * p.q_columns() * 2);
-  w.stretch_sums = take(kAttentionSums * group * kSumWidth * 4);
-  w.stretch_counts = take(rows * p.kv_rank() * 4);
   w.group_counts = take((rows / 16) * (p.moe_columns() / 16) * 4);
-  w.slice_counts = take(pairs * 4);
   w.router_weights = take(pairs * 4);
   w.router_experts = take(pairs * 4);
   w.x = take(rows * padded(p.moe_hidden) * 2);
-  w.hidden_rows = take(pairs * padded(p.moe_inner) * 2);
-  w.f = take(pairs * p.moe_columns() * 2);
   for (int i = 0; i < 2; ++i) {
     w.partial[i] = take(kRanks * rows * (p.hidden / kRanks) * 8);
     w.branch[i] = take(kRanks * rows * (p.hidden / kRanks / 2) * 8);
@@ -125,8 +126,11 @@ MUSE_FN Workspace workspace_of(const Plan& p) {
   }
   w.logits = take(kRanks * rows * p.experts_rank() * kSegments * 8);
   w.pooled = take(kRanks * rows * (p.moe_columns() / 2) * 8);
-  w.hidden = take(kRanks * pairs * (p.inner_columns() / 16) * kBlockWords * 8);
+  w.hidden = take(kRanks * pairs * (p.inner_columns() / 16) * kPieceWords * 8);
   w.sums = take(kRanks * pairs * 8);
+  w.stretch_sums = take(kAttentionSums * group * kSumWidth * 8);
+  w.o = take(rows * (p.q_columns() / 2) * 8);
+  w.f = take(pairs * (p.moe_columns() / 2) * 8);
   w.combined = take(rows * (p.moe_columns() / 2) * 8);
   w.head_sums = take(kSegments * rows * p.qkvu_rows() * 8);
 #ifdef MUSE_TIMELINE

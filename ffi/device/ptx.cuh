@@ -50,6 +50,9 @@ __device__ __forceinline__ uint64_t load_relaxed_sys(const uint64_t* p) {
 __device__ __forceinline__ void load_relaxed_gpu_v2(const uint64_t* p, uint64_t (&v)[2]) {
   asm volatile("ld.relaxed.gpu.global.v2.u64 {%0, %1}, [%2];" : "=l"(v[0]), "=l"(v[1]) : "l"(p) : "memory");
 }
+__device__ __forceinline__ void load_relaxed_sys_v2(const uint64_t* p, uint64_t (&v)[2]) {
+  asm volatile("ld.relaxed.sys.global.v2.u64 {%0, %1}, [%2];" : "=l"(v[0]), "=l"(v[1]) : "l"(p) : "memory");
+}
 __device__ __forceinline__ uint32_t load_acquire_gpu(const uint32_t* p) {
   uint32_t v;
   asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(v) : "l"(p) : "memory");
@@ -60,6 +63,9 @@ __device__ __forceinline__ void store_relaxed_sys(uint32_t* p, uint32_t v) {
 }
 __device__ __forceinline__ void store_relaxed_sys(uint64_t* p, uint64_t v) {
   asm volatile("st.relaxed.sys.global.u64 [%0], %1;" ::"l"(p), "l"(v) : "memory");
+}
+__device__ __forceinline__ void store_relaxed_gpu_v2(uint64_t* p, uint64_t first, uint64_t second) {
+  asm volatile("st.relaxed.gpu.global.v2.u64 [%0], {%1, %2};" ::"l"(p), "l"(first), "l"(second) : "memory");
 }
 __device__ __forceinline__ void add_release_gpu(uint32_t* p) {
   asm volatile("red.release.gpu.global.add.u32 [%0], 1;" ::"l"(p) : "memory");
@@ -195,10 +201,14 @@ __device__ __forceinline__ uint32_t mul_bf16x2(uint32_t a, uint32_t b) {
   asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(result) : "r"(a), "r"(b));
   return result;
 }
-// Two e4m3 numbers; exact.
-__device__ __forceinline__ float2 from_e4m3x2(uint16_t two) {
+// Two e4m3 numbers; exact. As fp16, the lower one in the low half, and as fp32.
+__device__ __forceinline__ uint32_t halves_from_e4m3x2(uint16_t two) {
   uint32_t halves;
   asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(halves) : "h"(two));
+  return halves;
+}
+__device__ __forceinline__ float2 from_e4m3x2(uint16_t two) {
+  const uint32_t halves = halves_from_e4m3x2(two);
   float2 out;
   asm("{ .reg .f16 a, b; mov.b32 {a, b}, %2; cvt.f32.f16 %0, a; cvt.f32.f16 %1, b; }"
       : "=f"(out.x), "=f"(out.y)

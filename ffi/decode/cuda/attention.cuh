@@ -207,10 +207,10 @@ __device__ __forceinline__ void add_chunk(int rows, int chunk, const AttentionSh
 }
 
 // Calls two(x, y, where) with pairs of numerators and one(x, where) with denominators: a thread's share of the sums,
-// which lie at out[row * stride], of each row [heads][64] numerators, then [heads] denominators.
+// which are slots at out[row * stride], of each row [heads][64] numerators, then [heads] denominators.
 template <typename Two, typename One>
-__device__ __forceinline__ void for_sums(const AttentionUnit& u, AttentionSums& sums, float* out, int stride, Two two,
-                                         One one) {
+__device__ __forceinline__ void for_sums(const AttentionUnit& u, AttentionSums& sums, uint64_t* out, int stride,
+                                         Two two, One one) {
   const int warp = warp_index(), lane = lane_index(), half = warp / 4, quarter = warp % 4, g = lane / 4, t = lane % 4;
   if (g >= u.schedule.group) return;
 #pragma unroll
@@ -219,30 +219,35 @@ __device__ __forceinline__ void for_sums(const AttentionUnit& u, AttentionSums& 
     for (int r = 0; r < 2; ++r) {
       const int row = 2 * (2 * i + half) + r;
       if (row >= u.rows) return;
-      float* of_row = out + row * stride;
-      float2* at = reinterpret_cast<float2*>(of_row + g * kHeadDim + 16 * quarter + 2 * t);
+      uint64_t* of_row = out + row * stride;
+      uint64_t* at = of_row + g * kHeadDim + 16 * quarter + 2 * t;
 #pragma unroll
-      for (int d = 0; d < 2; ++d) two(sums.numerator[i][d][2 * r], sums.numerator[i][d][2 * r + 1], at + 4 * d);
+      for (int d = 0; d < 2; ++d) two(sums.numerator[i][d][2 * r], sums.numerator[i][d][2 * r + 1], at + 8 * d);
       if (quarter == i && t == 0) one(sums.denominator[2 * r], of_row + u.schedule.group * kHeadDim + g);
     }
   }
 }
 
-__device__ __forceinline__ void store_chunk_sums(const AttentionUnit& u, AttentionSums& sums, float* out, int stride) {
+__device__ __forceinline__ void store_chunk_sums(const AttentionUnit& u, AttentionSums& sums, uint64_t* out, int stride,
+                                                 uint32_t epoch) {
+  const auto word = [epoch](float x) { return static_cast<uint64_t>(epoch) << 32 | bit_cast<uint32_t>(x); };
   for_sums(
-      u, sums, out, stride, [](float x, float y, float2* at) { *at = {x, y}; }, [](float x, float* at) { *at = x; });
+      u, sums, out, stride, [&](float x, float y, uint64_t* at) { ptx::store_relaxed_gpu_v2(at, word(x), word(y)); },
+      [&](float x, uint64_t* at) { store_slot(at, bit_cast<uint32_t>(x), epoch); });
 }
 
 // Before what is stored: adds what this thread stored there earlier.
-__device__ __forceinline__ void add_stored_sums(const AttentionUnit& u, AttentionSums& sums, float* out, int stride) {
+__device__ __forceinline__ void add_stored_sums(const AttentionUnit& u, AttentionSums& sums, uint64_t* out,
+                                                int stride) {
   for_sums(
       u, sums, out, stride,
-      [](float& x, float& y, float2* at) {
-        const float2 old = __ldcg(at);
-        x = old.x + x;
-        y = old.y + y;
+      [](float& x, float& y, uint64_t* at) {
+        uint64_t old[2];
+        ptx::load_relaxed_gpu_v2(at, old);
+        x = bit_cast<float>(static_cast<uint32_t>(old[0])) + x;
+        y = bit_cast<float>(static_cast<uint32_t>(old[1])) + y;
       },
-      [](float& x, float* at) { x = __ldcg(at) + x; });
+      [](float& x, uint64_t* at) { x = bit_cast<float>(static_cast<uint32_t>(ptx::load_relaxed_sys(at))) + x; });
 }
 
 }  // namespace muse

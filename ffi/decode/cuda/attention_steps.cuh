@@ -103,9 +103,9 @@ class AttentionSteps : public RowSteps {
   }
 
   // Where the sums of a row and head begin; the parts follow each other.
-  __device__ float* sums_of(const LayerUnits& kind, int sequence, int index, int head, int parts) const {
+  __device__ uint64_t* sums_of(const LayerUnits& kind, int sequence, int index, int head, int parts) const {
     const int at = kind.sum[sequence] + (index * s_.attention.kv_heads + head) * parts;
-    return mine<float>(w_.stretch_sums) + int64_t{at} * (s_.attention.group * kSumWidth);
+    return mine<uint64_t>(w_.stretch_sums) + int64_t{at} * (s_.attention.group * kSumWidth);
   }
 
   __device__ __forceinline__ void attend(int l, int unit) {
@@ -138,7 +138,7 @@ class AttentionSteps : public RowSteps {
                           global(full ? weights().k_full : weights().k_ring) + base,
                           global(full ? weights().v_full : weights().v_ring) + base};
     const int parts = c.parts(run), stride = kv_heads * parts * width;
-    float* out = sums_of(kind, sequence, row, head, parts);
+    uint64_t* out = sums_of(kind, sequence, row, head, parts);
     const bool whole = run == kWholeRun && !own;
     if (own)
       out += (c.shared_parts(run) + major) * width;
@@ -173,45 +173,59 @@ class AttentionSteps : public RowSteps {
         const bool later = chunk / kStretch != u.begin / kStretch;
         if (whole && !ends && later) out += width;
         if (whole && ends && later) add_stored_sums(u, sums, out, stride);
-        store_chunk_sums(u, sums, out, stride);
+        // Not to be seen yet where it is stored once more.
+        const bool done = !whole || !ends || chunk + kStretch >= u.end;
+        store_chunk_sums(u, sums, out, stride, place_.epoch - !done);
         if (!whole) out += width;
         sums = {};
       }
       sync_block();
     }
-    if (thread_index() < u.rows) {
-      uint32_t* count = mine<uint32_t>(w_.stretch_counts) + u.member[thread_index()] * kv_heads + head;
-      ptx::add_release_gpu(count);
-    }
   }
 
-  // Adds up the parts of row i and a kv head once they are all there, a warp per query head: parts within a stretch,
-  // stretches within the row, each from +0.
+  // Adds up the parts of row i and a kv head as they come, a warp per query head: parts within a stretch, stretches
+  // within the row, each from +0.
   __device__ __forceinline__ void finish(const LayerUnits& kind, int i, int head) {
     const int warp = warp_index(), lane = lane_index(), heads = s_.attention.group, width = heads * kSumWidth;
     const int sequence = s_.attention.of[i], run = kind.run;
     const SequenceChunks c = s_.attention.sequence[sequence].chunks(kind.window);
     const int parts = c.parts(run), column = (head * heads + warp) * kHeadDim + 2 * lane,
               columns = static_cast<int>(p_.q_columns());
-    const float* stored = sums_of(kind, sequence, s_.rows.index[i], head, parts);
-    uint32_t gate = 0;
-    if (warp < heads) gate = __ldcg(reinterpret_cast<uint32_t*>(mine<uint16_t>(w_.u) + i * columns + column));
-    wait_count(mine<uint32_t>(w_.stretch_counts) + i * s_.attention.kv_heads + head, c.runs(run) + c.last - c.own + 1);
+    const uint64_t* stored = sums_of(kind, sequence, s_.rows.index[i], head, parts);
     if (warp >= heads) return;
-    const float *numerators = stored + warp * kHeadDim + 2 * lane, *denominators = stored + heads * kHeadDim + warp;
-    constexpr int kAtOnce = 8;  // loads in flight
+    const uint32_t gate = __ldcg(reinterpret_cast<uint32_t*>(mine<uint16_t>(w_.u) + i * columns + column));
+    const uint64_t *numerators = stored + warp * kHeadDim + 2 * lane, *denominators = stored + heads * kHeadDim + warp;
+    const uint32_t epoch = place_.epoch;
+    constexpr int kAtOnce = 4;  // loads in flight
     float2 own{}, all{};
     float own_denominator = 0.0f, denominator = 0.0f;
 #pragma unroll 1
     for (int first = 0; first < parts; first += kAtOnce) {
-      float2 two[kAtOnce];
-      float ones[kAtOnce];
+      float2 two[kAtOnce] = {};
+      float ones[kAtOnce] = {};
+      int late = -1;  // a part that was missing: all would be much to look at again and again
+      const auto look = [&] {
+        const auto stale = [epoch](uint64_t word) { return static_cast<uint32_t>(word >> 32) != epoch; };
+        const auto data = [](uint64_t word) { return bit_cast<float>(static_cast<uint32_t>(word)); };
+        if (late >= 0 && stale(ptx::load_relaxed_sys(denominators + late * width))) return 0;
+        late = -1;
+        uint64_t word[kAtOnce][3];
 #pragma unroll
-      for (int e = 0; e < kAtOnce; ++e) {
-        const int part = min(first + e, parts - 1) * width;
-        two[e] = __ldcg(reinterpret_cast<const float2*>(numerators + part));
-        ones[e] = __ldcg(denominators + part);
-      }
+        for (int e = 0; e < kAtOnce; ++e) {
+          const int part = min(first + e, parts - 1);
+          uint64_t pair[2];
+          ptx::load_relaxed_gpu_v2(numerators + part * width, pair);
+          word[e][0] = pair[0], word[e][1] = pair[1], word[e][2] = ptx::load_relaxed_sys(denominators + part * width);
+        }
+#pragma unroll
+        for (int e = 0; e < kAtOnce; ++e) {
+          two[e] = {data(word[e][0]), data(word[e][1])};
+          ones[e] = data(word[e][2]);
+          if (stale(word[e][0]) || stale(word[e][1]) || stale(word[e][2])) late = min(first + e, parts - 1);
+        }
+        return late < 0 ? -1 : 0;
+      };
+      wait_until(place_, Phase::kAttention, kBarrierGrace, look, [&](int) { return place_.rank; });
 #pragma unroll
       for (int e = 0; e < kAtOnce; ++e) {
         if (first + e >= parts) break;
@@ -226,30 +240,18 @@ class AttentionSteps : public RowSteps {
     }
     all = {all.x + own.x, all.y + own.y};  // the last stretch; +0 if it was complete
     denominator = denominator + own_denominator;
-    store_gated(pack(to_bf16(all.x / denominator), to_bf16(all.y / denominator)), gate,
-                mine<uint16_t>(w_.o) + column_tile_at(i, column, columns));
-  }
-
-  // Until all units that leave sums have been; called by all. If somebody gave up, the next barrier says so.
-  __device__ void wait_count(uint32_t* counter, uint32_t count) {
-    if (thread_index() == 0) {
-      wait_until(
-          place_, Phase::kAttention, kBarrierGrace, [&] { return ptx::load_acquire_gpu(counter) == count ? -1 : 0; },
-          [&](int) { return place_.rank; });
-      *counter = 0;  // for the next layer, which lies behind barriers
-    }
-    sync_block();
+    const uint32_t o = gated(pack(to_bf16(all.x / denominator), to_bf16(all.y / denominator)), gate);
+    store_slot(mine<uint64_t>(w_.o) + (i * columns + column) / 2, o, place_.epoch);
   }
 
   // o = R((a * r64) * sigmoid(u)) for one query head by one warp, two dimensions a lane.
-  __device__ void store_gated(uint32_t a, uint32_t u, uint16_t* o) {
-    const int lane = lane_index();
-    const float r = head_scale(a, lane);
-    uint32_t gated = 0;
+  __device__ uint32_t gated(uint32_t a, uint32_t u) const {
+    const float r = head_scale(a, lane_index());
+    uint32_t o = 0;
 #pragma unroll 1  // one copy of the sigmoid; the halves end in their places
     for (int e = 0; e < 2; ++e, a >>= 16, u >>= 16)
-      gated = __byte_perm(gated, to_bf16((low_bf16(a) * r) * sigmoid_of(low_bf16(u))), 0x5432);
-    *reinterpret_cast<uint32_t*>(o) = gated;
+      o = __byte_perm(o, to_bf16((low_bf16(a) * r) * sigmoid_of(low_bf16(u))), 0x5432);
+    return o;
   }
 };
 

@@ -52,13 +52,15 @@ class DenseSteps : public OperandSteps {
   // The operand of the pass that starts at row i0.
   __device__ bool load(int i0) {
     if (s_.gemm == Gemm::kQkvu || s_.gemm == Gemm::kPreExpert) return run_phase<&DenseSteps::load_normed>(i0);
-    if (s_.gemm == Gemm::kPostExpert) return run_phase<&DenseSteps::load_combined>(i0);
-    run_phase<&DenseSteps::load_heads>(i0);
-    return true;
-  }
-  __device__ void load_heads(int i0) {
-    const int columns = static_cast<int>(p_.q_columns());
-    load_operand(mine<uint16_t>(w_.o), columns, i0, 0, columns / 16);
+    if (s_.gemm == Gemm::kPostExpert) {
+      if (i0 > 0) {  // of the first pass it is done
+        run_phase<&DenseSteps::prepare_terms>(i0);
+        sync_block();
+      }
+      run_phase<&DenseSteps::push_sums_of_squares>(i0);
+      if (!run_phase<&DenseSteps::combine>(i0)) return false;
+    }
+    return run_phase<&DenseSteps::load_slots>(i0);
   }
 
   __device__ void multiply(int i0) {

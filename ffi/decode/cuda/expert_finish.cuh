@@ -1,5 +1,5 @@
-// What becomes of the experts' sums: hidden rows for all ranks, outputs and their sums of squares. By warps of their
-// own, while the chains go on.
+// What becomes of the experts' sums: hidden rows for all ranks, and outputs. By warps of their own, while the chains go
+// on.
 #pragma once
 
 #include "ffi/decode/cuda/expert_chain.cuh"
@@ -48,6 +48,11 @@ class ExpertFinish : public RouterSteps {
     return region<float>() + ((unit % kUnits * kSegments + segment) * 2 + half) * 16 * kSliceRows;
   }
 
+  // Slot words of so many pairs' hidden rows, of one source.
+  __device__ int hidden_words(int pairs) const {
+    return pairs * (static_cast<int>(p_.inner_columns()) / 16) * static_cast<int>(kPieceWords);
+  }
+
  private:
   // An expert GEMM's units, round robin; false: the block is leaving. `first`: the number of the first in the queue.
   __device__ bool finish_units(bool second, uint32_t& first) {
@@ -76,7 +81,7 @@ class ExpertFinish : public RouterSteps {
     for (int at = 0; at < count; at += 2) {
       const int column = min(at + lane / 16, count - 1), pair = s_.pairs[begin + column];
       const bool present = at + lane / 16 < count;
-      float total[2];
+      float total[2] = {};
 #pragma unroll 1
       for (int half = 0; half < job.unit_groups; ++half) {
         float s[kSegments];
@@ -85,17 +90,12 @@ class ExpertFinish : public RouterSteps {
         // A power of two, which changes no rounding: once, behind the sum.
         (half ? total[1] : total[0]) = (tree8(s) * unit_of_sum) * (half ? factor[1] : factor[0]);
       }
-      if (!second) {
+      if (second)
+        store_outputs(pair, group * job.unit_groups, job.unit_groups, to_bf16(total[0]), to_bf16(total[1]), present);
+      else
         push_hidden(kind, pair, group, to_bf16(silu(total[0]) * total[1]), present);
-      } else if (present) {
-        uint16_t* f =
-            mine<uint16_t>(w_.f) + pair * static_cast<int>(p_.moe_columns()) + group * job.unit_groups * 16 + j;
-        f[0] = to_bf16(total[0]);
-        if (job.unit_groups == 2) f[16] = to_bf16(total[1]);
-      }
     }
     units_.done(number);
-    if (second) finish_slice(job.groups, slice);
     return true;
   }
 
@@ -110,72 +110,32 @@ class ExpertFinish : public RouterSteps {
   // Sixteen lanes hold a 16-block of a pair's hidden row; all lanes of the warp come here, those of a pair that does
   // not exist store nothing. Every rank gets it: as codes and their scale, or as it is.
   __device__ __forceinline__ void push_hidden(ExpertKind kind, int pair, int group, uint16_t m, bool present) {
-    const int j = thread_index() % 16, groups = static_cast<int>(p_.inner_columns()) / 16;
-    const int per_source = kMaxRows * top_k() * groups * kBlockWords, at = (pair * groups + group) * kBlockWords;
+    const int j = thread_index() % 16, t = j % 8 / 2;
     if (kind != ExpertKind::kW4A4) {
       const uint32_t word = pack(m, static_cast<uint16_t>(__shfl_down_sync(~0u, static_cast<uint32_t>(m), 1)));
-      if (present && j % 2 == 0) push_all(w_.hidden, per_source, at + j / 2, word);
+      if (present && j % 2 == 0)
+        push_all(w_.hidden, hidden_words(kMaxRows * top_k()), hidden_words(pair) + group * kPieceWords + 2 * t + j / 8,
+                 word);
       return;
     }
     const Quantized q = quantize_lane(m, __ldg(a_.shared.input_scales + 2 * layer() + 1));
-    uint32_t word = q.code << (4 * (j % 8));
-#pragma unroll
-    for (int step = 1; step < 8; step *= 2) word |= __shfl_xor_sync(~0u, word, step);
+    const uint32_t word = hidden_codes(q.code, q.scale);
     if (!present) return;
-    // Lanes 0 to 7 hold the first word, 8 to 15 the second; each stores for rank j mod 8.
-    uint64_t* slot = slots_to(j % kRanks, w_.hidden, per_source) + at;
-    store_slot(slot + j / 8, word, place_.epoch);
-    if (j < 8) store_slot(slot + 2, q.scale, place_.epoch);
+    const int at = hidden_words(pair) + group / 2 * kPieceWords + 2 * t + group % 2;
+#pragma unroll
+    for (int r = j / 8 * 2 + j % 2; r < kRanks; r += 4)  // four lanes have the word, each stores for two ranks
+      store_slot(slots_to(r, w_.hidden, hidden_words(kMaxRows * top_k())) + at, word, place_.epoch);
   }
 
-  // Whoever stores a slice's last outputs goes on to its pairs' sums of squares, without a meeting of the blocks.
-  __device__ void finish_slice(int groups, int slice) {
-    uint32_t* done = mine<uint32_t>(w_.slice_counts) + slice;
-    const int lane = thread_index() % 32;
-    __syncwarp();
-    uint32_t before = 0;
-    if (lane == 0) before = count_arrival(done);
-    if (static_cast<int>(__shfl_sync(~0u, before, 0)) + 1 != groups) return;
-    __syncwarp();              // for the memory that the first lane saw
-    if (lane == 0) *done = 0;  // for the next layer, which lies behind barriers
-    push_sums_of_squares(s_.first[slice], s_.first[slice + 1]);
-  }
-
-  // This rank's columns are segment me() of each pair's sum of squares: half of one warp per pair, the result to every
-  // rank.
-  __device__ void push_sums_of_squares(int begin, int end) {
-    const int lane = thread_index() % 32, j = lane % 16, width = static_cast<int>(p_.moe_columns());
-    const uint16_t* g = post_gain() + j;
-#pragma unroll 1
-    for (int at = begin; at < end; at += 2) {
-      const int pair = s_.pairs[min(at + lane / 16, end - 1)];
-      const uint16_t* f = mine<uint16_t>(w_.f) + pair * width + j;
-      float sum = 0.0f;
-      const auto add = [&](uint16_t x, uint16_t y) {
-        const float z = from_bf16(x) * from_bf16(y);
-        sum = fma1(z, z, sum);
-      };
-      constexpr int kAtOnce = 16;  // loads in flight
-      int c = 0;
-#pragma unroll 1
-      for (; c + kAtOnce * kLanes <= width; c += kAtOnce * kLanes) {
-        uint16_t x[kAtOnce], y[kAtOnce];
-#pragma unroll
-        for (int e = 0; e < kAtOnce; ++e) {
-          x[e] = __ldcg(f + c + e * kLanes);
-          y[e] = __ldg(g + c + e * kLanes);
-        }
-#pragma unroll
-        for (int e = 0; e < kAtOnce; ++e) add(x[e], y[e]);
-      }
-#pragma unroll 1
-      for (; c < width; c += kLanes) add(__ldcg(f + c), __ldg(g + c));
-      sum = fold_warp(sum);
-      if (j < kRanks) {
-        fence_rank();  // the pair's outputs, of all blocks, lie behind its sum
-        store_slot(slots_to(j, w_.sums, kMaxRows * top_k()) + pair, bit_cast<uint32_t>(sum), place_.epoch);
-      }
-    }
+  // Sixteen lanes hold a pair's outputs in one or two row groups from `first` on, a column each. Neighbours make words
+  // of two columns: even lanes the first group's, odd lanes the second's.
+  __device__ __forceinline__ void store_outputs(int pair, int first, int groups, uint16_t low, uint16_t high,
+                                                bool present) {
+    const int j = thread_index() % 16, odd = j % 2;
+    const auto other = static_cast<uint16_t>(__shfl_xor_sync(~0u, static_cast<uint32_t>(odd ? low : high), 1));
+    if (!present || odd >= groups) return;
+    uint64_t* slot = mine<uint64_t>(w_.f) + pair * static_cast<int>(p_.moe_columns() / 2) + (first + odd) * 8 + j / 2;
+    store_slot(slot, odd ? pack(other, high) : pack(low, other), place_.epoch);
   }
 };
 

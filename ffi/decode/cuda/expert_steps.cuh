@@ -54,10 +54,33 @@ class ExpertSteps : public ExpertFinish {
     sync_block();
   }
 
-  // The operand row of a pair: GEMM 1 reads rows, GEMM 2 pairs.
+  // The calling warp's segment of a pair's row, the first GEMM's operand.
   __device__ const uint16_t* token_row(int pair) const {
-    return s_.second ? mine<uint16_t>(w_.hidden_rows) + pair * expert_row(static_cast<int>(p_.moe_inner))
-                     : mine<uint16_t>(w_.x) + pair / top_k() * expert_row(moe_hidden());
+    const int row = expert_row(moe_hidden());
+    return mine<uint16_t>(w_.x) + pair / top_k() * row + thread_index() / 32 * (row / kSegments);
+  }
+
+  // The calling warp's segment of a pair's hidden row, the second GEMM's operand: what the rank of that number sent. A
+  // lane's words begin at 2 t.
+  __device__ const uint64_t* hidden_row(int pair) const {
+    const int source = thread_index() / 32;
+    return slots_from(source, w_.hidden, hidden_words(kMaxRows * top_k())) + hidden_words(pair);
+  }
+
+  // The pair of a slice whose operand column is the lane's; columns past the last repeat the first.
+  __device__ int lane_pair(int slice) const {
+    const int begin = s_.first[slice], column = begin + thread_index() % 32 / 4;
+    return s_.pairs[column < s_.first[slice + 1] ? column : begin];
+  }
+
+  // Until what each lane will load of the hidden rows of the block's units is there.
+  __device__ void wait_hidden() {
+    const Range units = own_units();
+    if (units.begin == units.end) return;
+    const Divisor& by_groups = this_job().by_groups;
+#pragma unroll 1
+    for (int slice = by_groups.quotient(units.begin); slice <= by_groups.quotient(units.end - 1); ++slice)
+      wait_pieces(hidden_row(lane_pair(slice)) + thread_index() % 4 * 2);
   }
 
   // This block's units of one expert GEMM: warp w makes segment w's chains of them all.
@@ -67,7 +90,8 @@ class ExpertSteps : public ExpertFinish {
     const ExpertJob& job = this_job();
     const Range units = own_units();
     const int chunks = job.chunks();
-    const int segment_row = expert_row(static_cast<int>(s_.second ? p_.moe_inner : p_.moe_hidden)) / kSegments;
+    const bool second = s_.second;
+    const int count = second ? static_cast<int>(p_.inner_columns()) / 16 : job.k_blocks;  // 16-blocks of a segment
     // 16-blocks of a chunk, and as many as are loaded at once.
     constexpr int kChunkBlocks = kKind == ExpertKind::kBf16 ? kSlotTiles : kSpanBlocks;
     constexpr int kHeld = kKind == ExpertKind::kW4A4 ? kSpanBlocks : kSlotTiles;
@@ -76,14 +100,16 @@ class ExpertSteps : public ExpertFinish {
     int loaded = -1;  // the slice in x, where it holds a whole segment
 #pragma unroll 1
     for (int unit = units.begin; unit < units.end; ++unit, ++number) {
-      const int slice = job.by_groups.quotient(unit), begin = s_.first[slice];
-      const int column = begin + lane / 4 < s_.first[slice + 1] ? begin + lane / 4 : begin;
-      const uint16_t* tokens = token_row(s_.pairs[column]) + warp * segment_row;
+      const int slice = job.by_groups.quotient(unit), pair = lane_pair(slice);
+      const void* tokens = second ? static_cast<const void*>(hidden_row(pair)) : token_row(pair);
       float acc[4] = {}, other[4] = {};  // of the unit's row groups in turn
 #pragma unroll 1
       for (int c = 0; c < chunks; ++c) {
         const auto load = [&](int block) {
-          load_tokens<kHeld>(tokens + block * 16, job.k_blocks - block, lane % 4, x);
+          if (second)
+            load_hidden<kKind>(static_cast<const uint64_t*>(tokens), block, count, lane % 4, x);
+          else
+            load_tokens(static_cast<const uint16_t*>(tokens) + block * 16, count - block, lane % 4, x);
         };
         const int bytes = job.bytes(c);
         if (kKind == ExpertKind::kW4A4 && (slice != loaded || chunks > 1)) load(c * kChunkBlocks), loaded = slice;
@@ -138,33 +164,35 @@ class ExpertSteps : public ExpertFinish {
     s_.second = !s_.second;
   }
 
-  // All ranks' blocks of the hidden rows -> operand rows of this rank.
-  __device__ bool gather_hidden() {
-    const int l = layer();
-    const int inner = static_cast<int>(p_.moe_inner), blocks_of_16 = inner / 16, groups = blocks_of_16 / kRanks;
-    const int per_source = kMaxRows * top_k() * groups * kBlockWords;
-    const bool quantized = p_.kind[l].nvfp4 && p_.quantize_activations;
+ private:
+  // The words of a lane's pieces, from `from` on.
+  __device__ void wait_pieces(const uint64_t* from) {
+    const int t = thread_index() % 4, blocks_of_16 = static_cast<int>(p_.inner_columns()) / 16;
+    const int words = expert_kind() == ExpertKind::kW4A4 ? blocks_of_16 : 2 * blocks_of_16;
+    const uint32_t epoch = place_.epoch;
+    const auto stale = [epoch](uint64_t word) { return static_cast<uint32_t>(word >> 32) != epoch; };
+    constexpr int kPieces = 16;  // loads in flight
 #pragma unroll 1
-    for (int at = (thread_index() / 32 * blocks() + block()) * 32 + thread_index() % 32;
-         at < rows() * top_k() * blocks_of_16; at += blocks() * kThreads) {
-      const int pair = at / blocks_of_16, b = at - pair * blocks_of_16, source = b / groups;
-      const uint64_t* slot =
-          slots_from(source, w_.hidden, per_source) + (pair * groups + b - source * groups) * kBlockWords;
-      uint16_t* out = operand_block(mine<uint16_t>(w_.hidden_rows) + pair * expert_row(inner), inner, b);
-      uint32_t word[8] = {};
-      if (quantized) {
-        uint32_t three[3] = {};
-        wait(Phase::kHidden, [&](int e) { return slot + e; }, [&](int) { return source; }, three);
-        const __half2 scale = __half2half2(__float2half_rn(from_e4m3(static_cast<uint8_t>(three[2]))));
+    for (int first = 0; first < words; first += 2 * kPieces, from += kPieces * kPieceWords) {
+      const int count = words - first;
+      bool again = false;
+      const auto look = [&] {
+        if (again) {  // one of each quarter: all would be much to look at again and again
+          const int piece = min((t + 1) * (kPieces / 4), (count + 1) / 2) - 1;
+          if (stale(ptx::load_relaxed_sys(from + piece * kPieceWords))) return 0;
+        }
+        again = true;
+        uint64_t word[kPieces][2];
 #pragma unroll
-        for (int k = 0; k < 8; ++k) word[k] = code_pair(three[k / 4] >> (8 * (k % 4)) & 0xFFu, scale);
-      } else {
-        wait(Phase::kHidden, [&](int e) { return slot + e; }, [&](int) { return source; }, word);
-      }
+        for (int p = 0; p < kPieces; ++p)  // what lies behind the last is read and not used
+          ptx::load_relaxed_sys_v2(from + p * kPieceWords, word[p]);
+        bool missing = false;
 #pragma unroll
-      for (int t = 0; t < 4; ++t) *reinterpret_cast<uint2*>(out + t * 8) = uint2{word[t], word[t + 4]};
+        for (int i = 0; i < 2 * kPieces; ++i) missing = missing || (i < count && stale(word[i / 2][i % 2]));
+        return missing ? 0 : -1;
+      };
+      wait_until(place_, Phase::kHidden, 0, look, [&](int) { return thread_index() / 32; });
     }
-    return all_alive();
   }
 };
 

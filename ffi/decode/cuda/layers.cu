@@ -32,7 +32,7 @@ class Step : public ExpertSteps {
   }
 
  private:
-  // From the stream to the operand of o_proj.
+  // From the stream to what o_proj multiplies.
   __device__ bool attention() {
     if (!run_phase<&Step::gemm>()) return false;
     mark(Mark::kProject);
@@ -44,7 +44,7 @@ class Step : public ExpertSteps {
     run_phase<&Step::attend_rows>();
     run_phase<&Step::finish_rows>();
     mark(Mark::kAttend);
-    return rank_barrier(Phase::kOutput);
+    return true;
   }
 
   // From the stream to the experts' outputs.
@@ -60,9 +60,9 @@ class Step : public ExpertSteps {
     run_phase<&Step::prepare_terms>(0);  // while the first weights come
     experts();
     mark(Mark::kFirst);
-    if (!run_phase<&Step::gather_hidden>()) return false;
-    mark(Mark::kGather);
-    if (!rank_barrier(Phase::kHidden)) return false;
+    sync_block();  // all know that it is the second
+    run_phase<&Step::wait_hidden>();
+    mark(Mark::kHidden);
     experts();
     mark(Mark::kSecond);
     return true;

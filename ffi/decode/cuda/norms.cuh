@@ -21,7 +21,7 @@ inline __device__ __noinline__ float block_sumsq(int64_t n, const float* x, floa
   const float* segment = x + warp * length;
   float sum = 0.0f;
   if (lane < kLanes) {
-#pragma unroll 8
+#pragma unroll 32
     for (int i = lane; i < length; i += kLanes) sum = fma1(segment[i], segment[i], sum);
   }
   sum = fold_warp(sum);
@@ -38,7 +38,7 @@ inline __device__ __noinline__ float segment_sumsq(int length, const float* x, f
   if (lane < 32) {
     float sum = 0.0f;
     if (lane < kLanes) {
-#pragma unroll 8
+#pragma unroll 32
       for (int i = lane; i < length; i += kLanes) sum = fma1(x[i], x[i], sum);
     }
     sum = fold_warp(sum);

@@ -1,5 +1,5 @@
-// Operands that a dense GEMM makes for itself, every block its own, straight into shared memory: the normed stream, and
-// the weighted sum over the experts. Otherwise some blocks would make them for all and the rank would have to meet.
+// Operands of dense GEMMs, every block its own, straight into shared memory, for which the rank need not meet: the
+// normed stream, which every block norms for itself, and what blocks tell each other through slots.
 #pragma once
 
 #include "ffi/decode/cuda/dense.cuh"
@@ -73,19 +73,113 @@ class OperandSteps : public DenseBase {
     terms.at[j] = static_cast<int16_t>(at);
   }
 
-  // This rank's columns of the weighted sum over the chosen experts; false: somebody gave up. Blocks share it out and
-  // tell each other, two columns a slot: all of it would be too much reading for each.
-  __device__ bool load_combined(int i0) {
-    const int words = static_cast<int>(p_.moe_columns()) / 2, count = min(kPassRows, rows() - i0);
-    if (!combine(i0, words)) return false;
-    const uint64_t* slots = mine<uint64_t>(w_.combined) + i0 * words;
+  // A block's share of the weighted sum, a thread per word. The outputs come to shared memory while the sums of squares
+  // are on their way.
+  __device__ bool combine(int i0) {
+    const int words = static_cast<int>(p_.moe_columns()) / 2, k_count = top_k(), j = thread_index();
+    const CombineShare share = combine_share(i0);
+    const Range own = share.words;
+    ExpertTerms& terms = s_.terms;
+    uint32_t* outputs = region<uint32_t>() + j;  // [slot][thread]
 #pragma unroll 1
-    for (int c = thread_index(); c < words; c += kThreads)
+    for (int begin = own.begin; begin < own.end; begin += kThreads) {
+      const int at = begin + j, row = at / words, c = at - row * words, first = (row - share.first_row) * k_count;
+      constexpr int kAtOnce = 8;  // loads in flight
 #pragma unroll 1
-      for (int row = 0; row < count; row += kSegments) {
-        wait_words(place_, Phase::kCombine, slots + row * words + c, words, count - row, me(),
-                   operand_words(row) + word_of(2 * c), column_tile_at(1, 0, 0) / 2, kBarrierGrace);
+      for (int k0 = 0; k0 < k_count && at < own.end; k0 += kAtOnce) {
+        const auto slot = [&](int k) { return min(k0 + k, k_count - 1); };
+        uint32_t two[kAtOnce] = {};
+        wait(
+            Phase::kCombine, [&](int k) { return mine<uint64_t>(w_.f) + terms.place[first + slot(k)] + c; },
+            [&](int) { return me(); }, two, kBarrierGrace);
+#pragma unroll
+        for (int k = 0; k < kAtOnce; ++k) outputs[slot(k) * kThreads] = two[k];
       }
+      if (begin == own.begin) {
+        if (const int pair = j ^ kThreads / 2; pair < share.pairs) {  // by other warps than the words
+          const uint64_t* slot = slots_from(0, w_.sums, kMaxRows * k_count) + (i0 + share.first_row) * k_count + pair;
+          const float sum = wait_sum(place_, Phase::kCombine, slot, kMaxRows * k_count, -1);
+          terms.term[terms.at[pair]].y = rms_factor(sum, moe_hidden(), p_.post_eps);
+        }
+        if (!all_alive()) return false;
+      }
+      if (at >= own.end) break;
+      const uint32_t gain = __ldg(reinterpret_cast<const uint32_t*>(post_gain()) + c);
+      float x = 0.0f, y = 0.0f;
+#pragma unroll 8
+      for (int k = 0; k < k_count; ++k) {
+        const float2 term = terms.term[first + k];
+        const uint32_t two = outputs[k * kThreads];
+        x = fma1(term.x, (low_bf16(two) * low_bf16(gain)) * term.y, x);
+        y = fma1(term.x, (high_bf16(two) * high_bf16(gain)) * term.y, y);
+      }
+      store_slot(mine<uint64_t>(w_.combined) + i0 * words + at, pack(to_bf16(x), to_bf16(y)), place_.epoch);
+    }
+    return true;
+  }
+
+  // This rank's columns are segment me() of the sum of squares of each pair of a pass: a warp per pair, whose halves
+  // fetch columns of 16 in turn, the result to every rank. By the last warps first, because the first ones have words
+  // to add up.
+  __device__ void push_sums_of_squares(int i0) {
+    const int lane = thread_index() % 32, half = lane / kLanes, j = lane % kLanes;
+    const int words = static_cast<int>(p_.moe_columns()) / 2, steps = words / (kLanes / 2);
+    const int begin = i0 * top_k(), end = begin + min(kPassRows, rows() - i0) * top_k();
+    const uint16_t* g = post_gain() + j;
+#pragma unroll 1
+    for (int pair = begin + (kWarps - 1 - thread_index() / 32) * blocks() + block(); pair < end;
+         pair += blocks() * kWarps) {
+      const uint64_t* f = mine<uint64_t>(w_.f) + pair * words + j / 2;
+      float sum = 0.0f;
+      constexpr int kAtOnce = 8;  // loads in flight
+#pragma unroll 1
+      for (int first = 0; first < steps; first += 2 * kAtOnce) {
+        const auto step = [&](int e) { return min(first + 2 * e + half, steps - 1); };
+        uint16_t gains[kAtOnce];
+        uint32_t two[kAtOnce] = {};
+#pragma unroll
+        for (int e = 0; e < kAtOnce; ++e) gains[e] = __ldg(g + step(e) * kLanes);
+        wait(
+            Phase::kCombine, [&](int e) { return f + step(e) * (kLanes / 2); }, [&](int) { return me(); }, two,
+            kBarrierGrace);
+#pragma unroll
+        for (int e = 0; e < kAtOnce; ++e) {
+          const float z = from_bf16(static_cast<uint16_t>(two[e] >> (j % 2 * 16))) * from_bf16(gains[e]);
+          const float other = __shfl_xor_sync(~0u, z, kLanes);
+          if (first + 2 * e < steps) sum = fma1(z, z, sum);  // of the lower half, which counts
+          if (first + 2 * e + 1 < steps) sum = fma1(other, other, sum);
+        }
+      }
+      sum = fold_warp(sum);
+      if (lane < kRanks)
+        store_slot(slots_to(lane, w_.sums, kMaxRows * top_k()) + pair, bit_cast<uint32_t>(sum), place_.epoch);
+    }
+  }
+
+  // The operand of a row-parallel GEMM, two columns a slot: attention's rows, or this rank's columns of the weighted
+  // sum over the chosen experts. Blocks share it out and tell each other; false: somebody gave up.
+  __device__ bool load_slots(int i0) {
+    const bool attention = s_.gemm == Gemm::kOutput;
+    const int words = static_cast<int>(attention ? p_.q_columns() : p_.moe_columns()) / 2;
+    const int count = min(kPassRows, rows() - i0);
+    const uint64_t* slots = mine<uint64_t>(attention ? w_.o : w_.combined) + i0 * words;
+    if (attention) {  // first a word of what a block stores at once: all would be much to look at again and again
+      const int heads = s_.attention.kv_heads;
+#pragma unroll 1
+      for (int part = thread_index(); part < count * heads; part += kThreads) {
+        uint32_t last[1];
+        wait(
+            Phase::kAttention, [&](int) { return slots + (part + 1) * (words / heads) - 1; }, [&](int) { return me(); },
+            last, kBarrierGrace);
+      }
+    }
+    sync_block();  // combine's part of the region is read
+#pragma unroll 1
+    for (int c = 2 * thread_index(); c < words; c += 2 * kThreads)
+#pragma unroll 1
+      for (int row = 0; row < count; row += kSegments)
+        wait_pairs(place_, attention ? Phase::kAttention : Phase::kCombine, slots + row * words + c, words, count - row,
+                   me(), operand_words(row) + word_of(2 * c), column_tile_at(1, 0, 0) / 2, word_of(2), kBarrierGrace);
     return all_alive();
   }
 
@@ -99,8 +193,6 @@ class OperandSteps : public DenseBase {
   }
 
  private:
-  static constexpr int kAtOnce = 8;  // loads of a thread in flight
-
   // This block's share of the words of a pass, and the pairs of its rows.
   struct CombineShare {
     Range words;
@@ -111,48 +203,6 @@ class OperandSteps : public DenseBase {
     const Range own = part(min(kPassRows, rows() - i0) * words, place_.index, place_.size);
     const int first_row = own.begin / words;
     return {own, first_row, own.begin < own.end ? ((own.end - 1) / words - first_row + 1) * top_k() : 0};
-  }
-
-  // The outputs of other blocks lie behind their sums of squares.
-  __device__ bool combine(int i0, int words) {
-    if (i0 > 0) {  // of the first pass it is done
-      prepare_terms(i0);
-      sync_block();
-    }
-    const CombineShare share = combine_share(i0);
-    const Range own = share.words;
-    const int j = thread_index(), k_count = top_k(), first_row = share.first_row;
-    ExpertTerms& terms = s_.terms;
-    if (j < share.pairs) {
-      const uint64_t* slot = slots_from(0, w_.sums, kMaxRows * k_count) + (i0 + first_row) * k_count + j;
-      const float sum = wait_sum(place_, Phase::kCombine, slot, kMaxRows * k_count, -1);
-      fence_rank();
-      terms.term[terms.at[j]].y = rms_factor(sum, moe_hidden(), p_.post_eps);
-    }
-    if (!all_alive()) return false;
-    const uint32_t* gains = reinterpret_cast<const uint32_t*>(post_gain());
-    const uint32_t* f = reinterpret_cast<const uint32_t*>(mine<uint16_t>(w_.f));
-#pragma unroll 1
-    for (int at = own.begin + j; at < own.end; at += kThreads) {
-      const int row = at / words, c = at - row * words, first = (row - first_row) * k_count;
-      const uint32_t gain = __ldg(gains + c);
-      float x = 0.0f, y = 0.0f;
-#pragma unroll 1
-      for (int k0 = 0; k0 < k_count; k0 += kAtOnce) {
-        uint32_t two[kAtOnce];
-#pragma unroll
-        for (int k = 0; k < kAtOnce; ++k) two[k] = __ldcg(f + terms.place[first + min(k0 + k, k_count - 1)] + c);
-#pragma unroll
-        for (int k = 0; k < kAtOnce; ++k) {
-          if (k0 + k >= k_count) break;
-          const float2 term = terms.term[first + k0 + k];
-          x = fma1(term.x, (low_bf16(two[k]) * low_bf16(gain)) * term.y, x);
-          y = fma1(term.x, (high_bf16(two[k]) * high_bf16(gain)) * term.y, y);
-        }
-      }
-      store_slot(mine<uint64_t>(w_.combined) + i0 * words + at, pack(to_bf16(x), to_bf16(y)), place_.epoch);
-    }
-    return true;
   }
 
   // What a thread makes of a pass of `count` rows: one row, from group `first` of its columns every step-th. A warp has

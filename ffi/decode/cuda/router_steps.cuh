@@ -57,14 +57,6 @@ class RouterSteps : public AttentionSteps {
     return __half_as_ushort(__float2half_rn(from_e2m1(code) * scale));
   }
 
-  // Two neighbouring codes (the low byte's nibbles) times their scale, given twice as fp16. (eem) << 9 is the fp16
-  // number code * 2^-14.
-  __device__ static uint32_t code_pair(uint32_t codes, __half2 scale) {
-    const uint32_t bits = (codes & 7u) << 9 | (codes & 8u) << 12 | (codes & 0x70u) << 21 | (codes & 0x80u) << 24;
-    const __half2 value = __hmul2(__hmul2(bit_cast<__half2>(bits), __half2half2(__float2half_rn(16384.0f))), scale);
-    return bit_cast<uint32_t>(value);
-  }
-
   // quantize_block of formats.h, one of the block's sixteen numbers per lane; all lanes of the warp come here.
   struct Quantized {
     uint8_t scale;
@@ -123,10 +115,12 @@ class RouterSteps : public AttentionSteps {
     uint32_t* two = region<uint32_t>();
     const uint64_t* pooled = slots_from(0, w_.pooled, kMaxRows * half) + i * half;
 #pragma unroll 1
-    for (int c = thread_index(); c < half; c += kThreads) {
-      wait_words(place_, Phase::kRouter, pooled + c, kMaxRows * half, kRanks, -1, two + 2 * c, 2 * half);
-#pragma unroll 1
-      for (int at = c; at < pairs; at += half) row[at] = {low_bf16(two[2 * at]), high_bf16(two[2 * at])};
+    for (int c = 2 * thread_index(); c < half; c += 2 * kThreads) {
+      wait_pairs(place_, Phase::kRouter, pooled + c, kMaxRows * half, kRanks, -1, two + 2 * c, 2 * half, 2);
+#pragma unroll 4
+      for (int at = c; at < pairs; at += half)
+#pragma unroll
+        for (int e = at; e < at + 2; ++e) row[e] = {low_bf16(two[2 * e]), high_bf16(two[2 * e])};
     }
   }
 

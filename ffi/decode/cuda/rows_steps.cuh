@@ -125,10 +125,11 @@ class RowSteps : public DenseSteps {
       copy_quad(gains + c, reinterpret_cast<const uint32_t*>(gain(2)) + segment * words + c);
     const uint64_t* slots = slots_from(segment, w_.branch[which], kMaxRows * words) + i * words;
 #pragma unroll 1
-    for (int c = lane; c < words; c += 32 * kSegments)
-      wait_words(place_, Phase::kBranch, slots + c, 32, (words - c + 31) / 32, segment, two + 2 * c, 64, kBranchGrace);
+    for (int c = 2 * lane; c < words; c += 64 * kSegments)
+      wait_pairs(place_, Phase::kBranch, slots + c, 64, (words - c + 63) / 64, segment, two + 2 * c, 128, 2,
+                 kBranchGrace);
     ptx::wait_all_copies();
-    __syncwarp();  // the gains are the warp's
+    __syncwarp();  // gains and words are the warp's
 #pragma unroll 4
     for (int c = lane; c < words; c += 32) {
       const float x = low_bf16(two[2 * c]), y = high_bf16(two[2 * c]);

@@ -73,7 +73,7 @@ enum class Mark : uint8_t {
   kRoute,
   kGroup,
   kFirst,
-  kGather,
+  kHidden,
   kSecond
 };
 
@@ -184,7 +184,7 @@ class StepBase {
     return leave_if(place_.gave_up);
   }
   __device__ bool rank_barrier(Phase phase) {
-    const bool alive = leave_if(!muse::rank_barrier(place_, phase));
+    const bool alive = leave_if(!run_phase<&StepBase::meet>(phase));
     mark(Mark::kWait);
     return alive;
   }
@@ -205,6 +205,7 @@ class StepBase {
   const UnitQueue units_;
 
  private:
+  __device__ bool meet(Phase phase) { return muse::rank_barrier(place_, phase); }
   __device__ bool leave_if(bool gave_up) {
     if (gave_up) ring_.leave();
     return !gave_up;

@@ -137,22 +137,32 @@ inline __device__ __noinline__ uint32_t wait_segments(Place& place, Phase phase,
   return static_cast<uint32_t>(to_bf16(tree8(s[0]))) | static_cast<uint32_t>(to_bf16(tree8(s[1]))) << 16;
 }
 
-// The data of n slots, of at most eight, `stride` words apart, to shared memory. Sources as in wait_sum.
-inline __device__ __noinline__ void wait_words(Place& place, Phase phase, const uint64_t* slot, int stride, int n,
-                                               int source, uint32_t* to, int to_stride, uint64_t grace = 0) {
+// The data of n pairs of slots, of at most eight, `stride` words apart, to shared memory: pairs `to_stride` words
+// apart, a pair's second word `to_next` behind the first. Sources as in wait_sum.
+inline __device__ __noinline__ void wait_pairs(Place& place, Phase phase, const uint64_t* slot, int stride, int n,
+                                               int source, uint32_t* to, int to_stride, int to_next,
+                                               uint64_t grace = 0) {
   const uint32_t epoch = place.epoch;
+  const auto stale = [epoch](uint64_t word) { return static_cast<uint32_t>(word >> 32) != epoch; };
   const auto look = [&] {
-    uint32_t data[kSegments];
-    const int missing = load_slots(epoch, [&](int r) { return slot + min(r, n - 1) * stride; }, data);
+    uint64_t word[kSegments][2];
 #pragma unroll
-    for (int r = 0; r < kSegments; ++r) to[min(r, n - 1) * to_stride] = data[r];
+    for (int r = 0; r < kSegments; ++r) ptx::load_relaxed_sys_v2(slot + min(r, n - 1) * stride, word[r]);
+    int missing = -1;
+#pragma unroll
+    for (int r = 0; r < kSegments; ++r)
+#pragma unroll
+      for (int e = 0; e < 2; ++e) {
+        to[min(r, n - 1) * to_stride + e * to_next] = static_cast<uint32_t>(word[r][e]);
+        if (stale(word[r][e])) missing = r;
+      }
     return missing;
   };
-  wait_until(place, phase, grace, look, [&](int missing) { return source < 0 ? missing : source; });
+  wait_until(place, phase, grace, look, [&](int missing) { return source < 0 ? min(missing, n - 1) : source; });
 }
 
 // All blocks of the rank; what they wrote before is visible after. False: somebody gave up, leave the kernel.
-inline __device__ __noinline__ bool rank_barrier(Place& place, Phase phase) {
+__device__ __forceinline__ bool rank_barrier(Place& place, Phase phase) {
   sync_block();
   if (thread_index() == 0) {
     uint32_t* barrier = &place.control->barrier;

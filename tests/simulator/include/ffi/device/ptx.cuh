@@ -41,11 +41,15 @@ T load_relaxed_sys(const T* p) {
 inline void load_relaxed_gpu_v2(const uint64_t* p, uint64_t (&v)[2]) {
   v[0] = load_relaxed_sys(p), v[1] = load_relaxed_sys(p + 1);
 }
+inline void load_relaxed_sys_v2(const uint64_t* p, uint64_t (&v)[2]) { load_relaxed_gpu_v2(p, v); }
 inline uint32_t load_acquire_gpu(const uint32_t* p) { return load_relaxed_sys(p); }
 template <typename T>
 void store_relaxed_sys(T* p, T v) {
   __atomic_store_n(p, v, __ATOMIC_SEQ_CST);
   simulator::moved();
+}
+inline void store_relaxed_gpu_v2(uint64_t* p, uint64_t first, uint64_t second) {
+  store_relaxed_sys(p, first), store_relaxed_sys(p + 1, second);
 }
 inline uint32_t add_acq_rel_gpu(uint32_t* p) {
   simulator::moved();
@@ -174,6 +178,12 @@ inline uint32_t mul_bf16x2(uint32_t a, uint32_t b) {
   const auto half = [](uint32_t two, int which) { return from_bf16(static_cast<uint16_t>(two >> 16 * which)); };
   return static_cast<uint32_t>(to_bf16(half(a, 0) * half(b, 0))) |
          static_cast<uint32_t>(to_bf16(half(a, 1) * half(b, 1))) << 16;
+}
+inline uint32_t halves_from_e4m3x2(uint16_t two) {
+  const auto half = [](uint16_t byte) {
+    return uint32_t{bit_cast<uint16_t>(static_cast<_Float16>(from_e4m3(static_cast<uint8_t>(byte))))};
+  };
+  return half(two) | half(two >> 8) << 16;
 }
 inline float2 from_e4m3x2(uint16_t two) {
   return {from_e4m3(static_cast<uint8_t>(two)), from_e4m3(static_cast<uint8_t>(two >> 8))};
