@@ -56,7 +56,7 @@ class DraftAttention : public DraftPhases {
       for (int j = 0; j < 4; ++j) a[j] = to_bf16(total[j] / weight);
       auto* to = reinterpret_cast<uint32_t*>(at<uint16_t>(s_.offsets.operand[0]) +
                                              draft_operand_at(i, head * d + e, static_cast<int>(p_.q_columns())));
-      if (lane() * 4 < d) to[0] = two_bf16(a[0], a[1]), to[4] = two_bf16(a[2], a[3]);
+      if (lane() * 4 < d) to[0] = two_bf16(a[0], a[1]), to[2] = two_bf16(a[2], a[3]);
     }
   }
 

@@ -210,13 +210,18 @@ class DraftGemm : public DraftPhases {
     constexpr int kAtOnce = kBlocks < 8 ? kBlocks : 8;  // whose token operand is in registers, and the next as many
     Accumulators<kGroups> acc = {};
     const int length = job.inner / kSegments, blocks = length / 16;
-    const bool both = job.tokens - pass * static_cast<int>(kDraftTokens) > 8;
-    const uint4* x = at<uint4>(s_.offsets.operand[job.operand]) +
-                     (int64_t{pass} * (job.inner / 16) + segment() * blocks) * 32 + lane();
-    uint4 tokens[kAtOnce], next[kAtOnce];
+    const bool both = job.tokens - pass * static_cast<int>(kDraftTokens) > 8;  // tiles of eight tokens
+    const uint2* x = at<uint2>(s_.offsets.operand[job.operand]) +
+                     (int64_t{2 * pass} * (job.inner / 16) + segment() * blocks) * 32 + lane();
+    const int tile = job.inner / 16 * 32;
+    uint2 tokens[kAtOnce][2], next[kAtOnce][2] = {};
     const auto load = [&](int block) {
 #pragma unroll
-      for (int e = 0; e < kAtOnce; ++e) next[e] = __ldcg(x + min(block + e, blocks - 1) * 32);
+      for (int e = 0; e < kAtOnce; ++e) {
+        const uint2* from = x + min(block + e, blocks - 1) * 32;
+        next[e][0] = __ldcg(from);
+        if (both) next[e][1] = __ldcg(from + tile);
+      }
     };
     load(0);
 #pragma unroll 1
@@ -227,7 +232,7 @@ class DraftGemm : public DraftPhases {
       for (int b = 0; b < kBlocks; ++b) {
         if (b % kAtOnce == 0) {
 #pragma unroll
-          for (int e = 0; e < kAtOnce; ++e) tokens[e] = next[e];
+          for (int e = 0; e < kAtOnce; ++e) tokens[e][0] = next[e][0], tokens[e][1] = next[e][1];
           load(block + b + kAtOnce);  // ahead, because they come from L2
         }
         if (b == 0) {
@@ -239,8 +244,8 @@ class DraftGemm : public DraftPhases {
 #pragma unroll
         for (int j = 0; j < kGroups; ++j)
           ptx::ldmatrix_x4(a[j], (from + (b / 4 * kGroups + j) * kDraftPieceBytes) ^ (b % 4 * 32));
-        const uint4& t = tokens[b % kAtOnce];
-        const uint32_t low[2] = {t.x, t.y}, high[2] = {t.z, t.w};
+        const uint2* t = tokens[b % kAtOnce];
+        const uint32_t low[2] = {t[0].x, t[0].y}, high[2] = {t[1].x, t[1].y};
 #pragma unroll
         for (int j = 0; j < kGroups; ++j) ptx::mma_bf16(acc[j][0], a[j], low);
         if (!both) continue;

@@ -144,8 +144,8 @@ class DraftRows : public DraftPhases {
   __device__ void store_operand(int which, int row, int k, int inner, const uint4& v) const {
     auto* to = at<uint16_t>(s_.offsets.operand[which]);
     auto* at =
-        reinterpret_cast<uint32_t*>(to + draft_operand_at(row, k, inner));  // of the first two; a lane is 16 bytes
-    at[0] = v.x, at[4] = v.y, at[8] = v.z, at[12] = v.w;
+        reinterpret_cast<uint32_t*>(to + draft_operand_at(row, k, inner));  // of the first two; a lane is 8 bytes
+    at[0] = v.x, at[2] = v.y, at[4] = v.z, at[6] = v.w;
   }
 
   // One of a sublayer's two convolutions, of its input (side 0) or its output.

@@ -63,10 +63,10 @@ extern __shared__ __align__(128) unsigned char draft_memory[];
 __device__ __forceinline__ DraftShared& draft_shared() { return *reinterpret_cast<DraftShared*>(draft_memory); }
 
 // Where two numbers, of row i and columns k (even) and k + 1, lie in a GEMM's operand: the order in which lanes hold
-// the B operand of mma.m16n8k16. Rows come in passes of 16, two tiles of eight.
+// the B operand of mma.m16n8k16, a tile of eight rows after the other.
 __device__ __forceinline__ int64_t draft_operand_at(int i, int k, int inner) {
   const int lane = i % 8 * 4 + k % 8 / 2;
-  return ((int64_t{i / 16} * (inner / 16) + k / 16) * 32 + lane) * 8 + i % 16 / 8 * 4 + k % 16 / 8 * 2;
+  return ((int64_t{i / 8} * (inner / 16) + k / 16) * 32 + lane) * 4 + k % 16 / 8 * 2;
 }
 
 __device__ __forceinline__ uint32_t two_bf16(uint16_t low, uint16_t high) {
