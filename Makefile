@@ -22,13 +22,10 @@ $(VENV)/tools: $(SOURCES)
 	$(INSTALL) --editable ".[test,lint,plot,docs]" $(SIMULATOR)
 	touch $(VENV)/installed $@
 
-# Made by whichever of the two installations is there.
-checkpoints/tiny/config.json: checkpoints/make_tiny.py
-	$(BIN)/python checkpoints/make_tiny.py checkpoints/tiny
+PAIR := checkpoints/pair
 
 demo: $(VENV)/installed
-	$(MAKE) --no-print-directory checkpoints/tiny/config.json
-	$(BIN)/muse-jax generate checkpoints/tiny --max-new-tokens 32 --check
+	$(BIN)/muse-jax generate $(PAIR)/target --draft $(PAIR)/draft --prompt "class TestStack(unittest.TestCase):" --max-new-tokens 96 --check
 
 docs: $(VENV)/tools
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build

@@ -1,6 +1,6 @@
 """Time decoding on your own weights, beside its parity verdict: the fused step against the reference, in one run.
 
-    python examples/benchmark.py checkpoints/tiny
+    python examples/benchmark.py checkpoints/pair/target
 
 Absolute times are printed on GPUs only; on a CPU they would say something about the CPU. `benchmarks/` has the rest:
 the memory floor, phases, other implementations.
@@ -34,7 +34,7 @@ def median_seconds(run: Callable[[], object], repeats: int = 5) -> float:
 def main() -> None:
     """Loads a checkpoint, checks parity, times a decode step and the reference's forward of as many tokens."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("checkpoint", help="folder: ours or Hugging Face's; `make demo` makes checkpoints/tiny")
+    parser.add_argument("checkpoint", help="folder: ours or Hugging Face's")
     model = muse_jax.load(parser.parse_args().checkpoint, mesh=muse_jax.make_mesh())
     if model.tokenizer is None:
         sys.exit("this checkpoint has no tokenizer; give token ids instead")

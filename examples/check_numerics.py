@@ -1,6 +1,6 @@
 """Check inference against training on your own weights: every tap of every layer, then the log-probabilities.
 
-python examples/check_numerics.py checkpoints/tiny "def decode("
+python examples/check_numerics.py checkpoints/pair/target "def decode("
 """
 
 import argparse
@@ -14,7 +14,7 @@ import muse_jax
 def main() -> None:
     """Loads a checkpoint, compares the fused decode with the reference on a text; exit code 1 if a byte differs."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("checkpoint", help="folder: ours or Hugging Face's; `make demo` makes checkpoints/tiny")
+    parser.add_argument("checkpoint", help="folder: ours or Hugging Face's")
     parser.add_argument("text", nargs="?", default="def decode(")
     args = parser.parse_args()
     model = muse_jax.load(args.checkpoint, mesh=muse_jax.make_mesh())

@@ -1,6 +1,6 @@
 """Decode inside your own program: a `lax.scan` of steps under one `jit`, its caches donated.
 
-    python examples/decode_in_a_scan.py checkpoints/tiny
+    python examples/decode_in_a_scan.py checkpoints/pair/target
 
 The program below draws nothing and stops nowhere: it shows where your own code goes between two steps.
 """
@@ -35,7 +35,7 @@ def rollout(weights: DecodeWeights, state: DecodeState, token: jax.Array) -> tup
 def main() -> None:
     """Loads a checkpoint, decodes two prompts in one scan, compares with `generate`."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("checkpoint", help="folder: ours or Hugging Face's; `make demo` makes checkpoints/tiny")
+    parser.add_argument("checkpoint", help="folder: ours or Hugging Face's")
     model = muse_jax.load(parser.parse_args().checkpoint, mesh=muse_jax.make_mesh())
     if model.tokenizer is None:
         sys.exit("this checkpoint has no tokenizer; give token ids instead")

@@ -23,7 +23,7 @@ DOCUMENTS = [
 NOT_HERE = {
     r"make (test|test-gpu|test-slow|docs|cuda-archs)": "by whoever runs these tests, on GPUs, with nvcc",
     r"python benchmarks/\w+\.py.*": "needs an H200",
-    r"python checkpoints/train/(corpus|target|texts|drafter|card)\.py .*": "tests/test_train_pair.py: on a small model",
+    r"python checkpoints/train/(corpus|target|texts|drafter|confidence|card)\.py .*": "tests/test_train_pair.py, small",
     r"muse-jax convert RUNS/.*": "the same test does what this does",
     r'pip install "muse-jax\[train\]"': "what it brings is there",
     r"pip install -C cmake\.define\.MUSE_TIMELINE=ON \.": "builds the CUDA module",
@@ -61,13 +61,14 @@ def place(tmp_path_factory):
     """Where the commands run; the checkpoints are what checkpoints/README.md makes there."""
     folder = tmp_path_factory.mktemp("commands")
     (folder / "checkpoints").mkdir()
-    (folder / "checkpoints/make_tiny.py").symlink_to(ROOT / "checkpoints/make_tiny.py")
+    for name in ("make_tiny.py", "pair"):
+        (folder / "checkpoints" / name).symlink_to(ROOT / "checkpoints" / name)
     for command, _ in shown("checkpoints/README.md"):
         if not_here(command):
             continue
         assert command.startswith("python checkpoints/make_tiny.py checkpoints/")
         python(*shlex.split(command)[1:], cwd=folder)
-    assert sorted(p.name for p in (folder / "checkpoints").iterdir()) == ["make_tiny.py", "masters", "tiny"]
+    assert sorted(p.name for p in (folder / "checkpoints").iterdir()) == ["make_tiny.py", "masters", "pair", "tiny"]
     write_tiny_draft(folder / "draft")
     (folder / "text").write_text("def decode(state, tokens):\n")
     return folder
@@ -129,7 +130,7 @@ def not_here(command: str) -> bool:
 
 @pytest.mark.parametrize("document", DOCUMENTS)
 def test_shown_commands(place, document, monkeypatch):
-    """In their order. `make demo` is its last command; before it stand the installation and the checkpoint above."""
+    """In their order. `make demo` is its last command; before it stands the installation."""
     monkeypatch.chdir(place)
     for command, output in shown(document):
         if command == "make demo":

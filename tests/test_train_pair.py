@@ -16,6 +16,7 @@ from muse_jax.weights import convert_checkpoint, parameter_specs
 pytest.importorskip("matplotlib")
 
 import card
+import confidence
 import corpus
 import drafter
 import target
@@ -69,6 +70,7 @@ def test_commands(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(drafter, "draft_config", lambda config: dataclasses.replace(DRAFT, vocab_size=vocabulary))
     for name, value in (("BATCH", 6), ("HELD_OUT_ROWS", 6), ("LENGTH", 48), ("PROMPT", 16)):
         monkeypatch.setattr(texts, name, value)
+    monkeypatch.setattr(confidence, "PROMPT", texts.PROMPT)
     monkeypatch.setattr(card, "WIDTHS", (2, 6))
     monkeypatch.setattr(card, "NEW_TOKENS", 24)
 
@@ -86,6 +88,8 @@ def test_commands(tmp_path, monkeypatch, capsys):
     assert made.shape == (24, 48) and made.dtype == np.uint16
     out = run(drafter, pair / "target", runs / "texts", runs / "draft", *settings, "--anchors", 16)
     assert "after 60 of 60 steps, finished" in out
+    out = run(confidence, pair / "target", runs / "texts", runs / "draft", "--prompts", 4)
+    assert out.count("tokens per step") == 4 and sorted(p.name for p in (runs / "draft").glob("scaled*")) == ["scaled"]
     out = run(card, runs, folder, pair, "--rows", 4, "--length", 64, "--prompts", 6)
     assert out.count(" 0 of 252 log-probabilities differ") == 2
     text = (pair / "README.md").read_text()

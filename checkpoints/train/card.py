@@ -2,9 +2,10 @@
 
     python checkpoints/train/card.py RUNS DATA PAIR
 
-RUNS has the folders `target` and `draft` of target.py and drafter.py, DATA is what corpus.py made, PAIR has the
-quantised target as `target` and gets the drafter as `draft` and the card as README.md. The exit code is 1 if one
-log-probability of the decode path differs from the training path's in a single bit, or if the pair is over 24 MB.
+RUNS has the folders `target` and `draft` of target.py and drafter.py, the latter with confidence.py's drafter, DATA is
+what corpus.py made, PAIR has the quantised target as `target` and gets the drafter as `draft` and the card as
+README.md. The exit code is 1 if one log-probability of the decode path differs from the training path's in a single
+bit, or if the pair is over 24 MB.
 """
 
 import argparse
@@ -83,27 +84,33 @@ def token_bytes(tokenizer: Tokenizer) -> np.ndarray:
     )
 
 
+def tokens_per_step(
+    model: muse_jax.LanguageModel, draft: Path, width: int | None, prompts: np.ndarray, new_tokens: int
+) -> tuple[float, list[list[int]]]:
+    """(tokens that a step brings, texts) where prompts [N, P] are continued greedily; width None: the draft's own."""
+    loaded = muse_jax.load_draft(draft, model, width=width)
+    together = decode.MAX_ROWS // loaded.width
+    tokens: list[list[int]] = []
+    steps = brought = 0
+    for start in range(0, len(prompts), together):
+        out = muse_jax.generate(
+            model, prompts[start : start + together].tolist(), max_new_tokens=new_tokens, stop_ids=(), draft=loaded
+        )
+        assert out.acceptance is not None and out.tokens_per_step is not None
+        count = sum(map(len, out.acceptance.accepted))
+        steps, brought = steps + count, brought + out.tokens_per_step * count
+        tokens += out.tokens
+    return brought / steps, tokens
+
+
 def accepted_per_step(
     model: muse_jax.LanguageModel, draft: Path, prompts: np.ndarray, new_tokens: int
 ) -> dict[int, float]:
-    """Tokens that a step brings, by width, where prompts [N, P] are continued greedily; one text whatever the width."""
-    found, texts = {}, []
-    for width in WIDTHS:
-        loaded, together = muse_jax.load_draft(draft, model, width=width), decode.MAX_ROWS // width
-        tokens: list[list[int]] = []
-        steps = brought = 0
-        for start in range(0, len(prompts), together):
-            out = muse_jax.generate(
-                model, prompts[start : start + together].tolist(), max_new_tokens=new_tokens, stop_ids=(), draft=loaded
-            )
-            assert out.acceptance is not None and out.tokens_per_step is not None
-            count = sum(map(len, out.acceptance.accepted))
-            steps, brought = steps + count, brought + out.tokens_per_step * count
-            tokens += out.tokens
-        found[width] = brought / steps
-        texts.append(tokens)
+    """`tokens_per_step` by width; one text whatever the width."""
+    found = {width: tokens_per_step(model, draft, width, prompts, new_tokens) for width in WIDTHS}
+    texts = [text for _, text in found.values()]
     assert all(text == texts[0] for text in texts), "the text depends on the draft's width"
-    return found
+    return {width: brought for width, (brought, _) in found.items()}
 
 
 def folder_bytes(folder: Path) -> int:
@@ -122,7 +129,7 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, default=32, help="held-out beginnings to continue with drafts")
     args = parser.parse_args()
     begin = time.monotonic()
-    shutil.copytree(args.runs / "draft/model", args.pair / "draft", dirs_exist_ok=True)
+    shutil.copytree(args.runs / "draft/scaled", args.pair / "draft", dirs_exist_ok=True)
     model = muse_jax.load(args.pair / "target")
     assert model.tokenizer is not None
     config, masters = load(args.runs / "target/model", model.mesh)
@@ -156,6 +163,8 @@ def main() -> None:
             differing,
             accepted,
             args.prompts,
+            json.loads((args.pair / "draft/config.json").read_text())["dflash_config"]["output_multiplier"]
+            / config.output_multiplier,
             str(model.mesh.devices.flat[0].device_kind),
         ),
         encoding="utf-8",
@@ -170,7 +179,7 @@ def main() -> None:
 
 def card(
     data: dict, recipes: dict, bits: dict[str, float], count: int, differing: int, accepted: dict[int, float],
-    prompts: int, device: str,
+    prompts: int, scale: float, device: str,
 ) -> str:  # fmt: skip
     """The model card's text."""
     settings = "\n".join(
@@ -195,7 +204,8 @@ learned from the target's continuations of beginnings from the training files.
 |---|---|
 {settings}
 
-AdamW and a cosine; routers are balanced by their biases. Scripts: `checkpoints/train`.
+AdamW and a cosine; routers are balanced by their biases. The drafter's logits were then scaled by {scale:.2f}, which
+brought most tokens per step on other held-out beginnings. Scripts: `checkpoints/train`.
 
 | target | drafter |
 |---|---|

@@ -1,6 +1,6 @@
 """Trains the drafter of the trained pair: a small DFlash2 on its target's own features and continuations.
 
-    python checkpoints/train/drafter.py TARGET TEXTS OUT [--minutes 8] [--steps 10000]
+    python checkpoints/train/drafter.py TARGET TEXTS OUT [--minutes 8] [--steps 7000]
 
 TARGET is the quantised target's folder, TEXTS what texts.py made with it. A run ends before its time limit; the same
 command goes on, up to the last step. OUT gets `model/` in z-lab's published layout, as far as it has come, and the
@@ -42,7 +42,7 @@ EVALUATE_EVERY = 250
 class Recipe:
     """What a training is, beside its texts and the models' shapes."""
 
-    steps: int = 10000
+    steps: int = 7000
     batch: int = 32
     anchors: int = 32
     """Blocks in each text."""
