@@ -70,7 +70,6 @@ def test_commands(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(drafter, "draft_config", lambda config: dataclasses.replace(DRAFT, vocab_size=vocabulary))
     for name, value in (("BATCH", 6), ("HELD_OUT_ROWS", 6), ("LENGTH", 48), ("PROMPT", 16)):
         monkeypatch.setattr(texts, name, value)
-    monkeypatch.setattr(confidence, "PROMPT", texts.PROMPT)
     monkeypatch.setattr(card, "WIDTHS", (2, 6))
     monkeypatch.setattr(card, "NEW_TOKENS", 24)
 

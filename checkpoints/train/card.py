@@ -163,8 +163,7 @@ def main() -> None:
             differing,
             accepted,
             args.prompts,
-            json.loads((args.pair / "draft/config.json").read_text())["dflash_config"]["output_multiplier"]
-            / config.output_multiplier,
+            muse_jax.load_draft(args.pair / "draft", model).config.output_multiplier / config.output_multiplier,
             str(model.mesh.devices.flat[0].device_kind),
         ),
         encoding="utf-8",

@@ -9,14 +9,14 @@ its trees are then narrower than they should be. What is tried continues the beg
 
 import argparse
 import json
-import shutil
+import tempfile
 from pathlib import Path
 
 import ml_dtypes
 import numpy as np
+import texts
 from card import tokens_per_step
 from safetensors.numpy import load_file, save_file
-from texts import PROMPT
 
 import muse_jax
 
@@ -45,15 +45,14 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, default=48, help="held-out beginnings to continue")
     args = parser.parse_args()
     model = muse_jax.load(args.target)
-    texts = np.load(args.texts / "held_out.npy")[: args.prompts].astype(np.int32)
-    new_tokens = texts.shape[1] - PROMPT
+    rows = np.load(args.texts / "held_out.npy")[: args.prompts].astype(np.int32)
+    prompts, new_tokens = rows[:, : texts.PROMPT], rows.shape[1] - texts.PROMPT
     brought = {}
     for scale in SCALES:
-        trial = args.draft / f"scaled_{scale}"
-        scale_logits(args.draft / "model", trial, scale)
-        brought[scale], _ = tokens_per_step(model, trial, None, texts[:, :PROMPT], new_tokens)
+        with tempfile.TemporaryDirectory() as trial:
+            scale_logits(args.draft / "model", Path(trial), scale)
+            brought[scale], _ = tokens_per_step(model, Path(trial), None, prompts, new_tokens)
         print(f"logits times {scale}: {brought[scale]:.3f} tokens per step", flush=True)
-        shutil.rmtree(trial)
     best = max(brought, key=lambda scale: brought[scale])
     scale_logits(args.draft / "model", args.draft / "scaled", best)
     print(f"{args.draft / 'scaled'}: logits times {best}")

@@ -230,7 +230,7 @@ __device__ __forceinline__ void for_sums(const AttentionUnit& u, AttentionSums& 
 
 __device__ __forceinline__ void store_chunk_sums(const AttentionUnit& u, AttentionSums& sums, uint64_t* out, int stride,
                                                  uint32_t epoch) {
-  const auto word = [epoch](float x) { return static_cast<uint64_t>(epoch) << 32 | bit_cast<uint32_t>(x); };
+  const auto word = [epoch](float x) { return slot_word(bit_cast<uint32_t>(x), epoch); };
   for_sums(
       u, sums, out, stride, [&](float x, float y, uint64_t* at) { ptx::store_relaxed_gpu_v2(at, word(x), word(y)); },
       [&](float x, uint64_t* at) { store_slot(at, bit_cast<uint32_t>(x), epoch); });
@@ -244,10 +244,10 @@ __device__ __forceinline__ void add_stored_sums(const AttentionUnit& u, Attentio
       [](float& x, float& y, uint64_t* at) {
         uint64_t old[2];
         ptx::load_relaxed_gpu_v2(at, old);
-        x = bit_cast<float>(static_cast<uint32_t>(old[0])) + x;
-        y = bit_cast<float>(static_cast<uint32_t>(old[1])) + y;
+        x = slot_number(old[0]) + x;
+        y = slot_number(old[1]) + y;
       },
-      [](float& x, uint64_t* at) { x = bit_cast<float>(static_cast<uint32_t>(ptx::load_relaxed_sys(at))) + x; });
+      [](float& x, uint64_t* at) { x = slot_number(ptx::load_relaxed_sys(at)) + x; });
 }
 
 }  // namespace muse

@@ -205,9 +205,7 @@ class AttentionSteps : public RowSteps {
       float ones[kAtOnce] = {};
       int late = -1;  // a part that was missing: all would be much to look at again and again
       const auto look = [&] {
-        const auto stale = [epoch](uint64_t word) { return static_cast<uint32_t>(word >> 32) != epoch; };
-        const auto data = [](uint64_t word) { return bit_cast<float>(static_cast<uint32_t>(word)); };
-        if (late >= 0 && stale(ptx::load_relaxed_sys(denominators + late * width))) return 0;
+        if (late >= 0 && is_stale(ptx::load_relaxed_sys(denominators + late * width), epoch)) return 0;
         late = -1;
         uint64_t word[kAtOnce][3];
 #pragma unroll
@@ -219,9 +217,10 @@ class AttentionSteps : public RowSteps {
         }
 #pragma unroll
         for (int e = 0; e < kAtOnce; ++e) {
-          two[e] = {data(word[e][0]), data(word[e][1])};
-          ones[e] = data(word[e][2]);
-          if (stale(word[e][0]) || stale(word[e][1]) || stale(word[e][2])) late = min(first + e, parts - 1);
+          two[e] = {slot_number(word[e][0]), slot_number(word[e][1])};
+          ones[e] = slot_number(word[e][2]);
+          if (is_stale(word[e][0], epoch) || is_stale(word[e][1], epoch) || is_stale(word[e][2], epoch))
+            late = min(first + e, parts - 1);
         }
         return late < 0 ? -1 : 0;
       };

@@ -170,7 +170,6 @@ class ExpertSteps : public ExpertFinish {
     const int t = thread_index() % 4, blocks_of_16 = static_cast<int>(p_.inner_columns()) / 16;
     const int words = expert_kind() == ExpertKind::kW4A4 ? blocks_of_16 : 2 * blocks_of_16;
     const uint32_t epoch = place_.epoch;
-    const auto stale = [epoch](uint64_t word) { return static_cast<uint32_t>(word >> 32) != epoch; };
     constexpr int kPieces = 16;  // loads in flight
 #pragma unroll 1
     for (int first = 0; first < words; first += 2 * kPieces, from += kPieces * kPieceWords) {
@@ -179,7 +178,7 @@ class ExpertSteps : public ExpertFinish {
       const auto look = [&] {
         if (again) {  // one of each quarter: all would be much to look at again and again
           const int piece = min((t + 1) * (kPieces / 4), (count + 1) / 2) - 1;
-          if (stale(ptx::load_relaxed_sys(from + piece * kPieceWords))) return 0;
+          if (is_stale(ptx::load_relaxed_sys(from + piece * kPieceWords), epoch)) return 0;
         }
         again = true;
         uint64_t word[kPieces][2];
@@ -188,7 +187,7 @@ class ExpertSteps : public ExpertFinish {
           ptx::load_relaxed_sys_v2(from + p * kPieceWords, word[p]);
         bool missing = false;
 #pragma unroll
-        for (int i = 0; i < 2 * kPieces; ++i) missing = missing || (i < count && stale(word[i / 2][i % 2]));
+        for (int i = 0; i < 2 * kPieces; ++i) missing = missing || (i < count && is_stale(word[i / 2][i % 2], epoch));
         return missing ? 0 : -1;
       };
       wait_until(place_, Phase::kHidden, 0, look, [&](int) { return thread_index() / 32; });

@@ -27,8 +27,17 @@ struct Place {
 // Adds 1; what the thread's warp or block stored before it met is there for whoever acquires the sum.
 __device__ __forceinline__ uint32_t count_arrival(uint32_t* counter) { return ptx::add_acq_rel_gpu(counter); }
 
+// A slot's word: data, and above them the epoch that they are of; whoever waits for them finds it stale until then.
+__device__ __forceinline__ uint64_t slot_word(uint32_t data, uint32_t epoch) {
+  return static_cast<uint64_t>(epoch) << 32 | data;
+}
+__device__ __forceinline__ bool is_stale(uint64_t word, uint32_t epoch) {
+  return static_cast<uint32_t>(word >> 32) != epoch;
+}
+__device__ __forceinline__ float slot_number(uint64_t word) { return bit_cast<float>(static_cast<uint32_t>(word)); }
+
 __device__ __forceinline__ void store_slot(uint64_t* slot, uint32_t data, uint32_t epoch) {
-  ptx::store_relaxed_sys(slot, static_cast<uint64_t>(epoch) << 32 | data);
+  ptx::store_relaxed_sys(slot, slot_word(data, epoch));
 }
 
 // What the block stored before it met is there for whoever sees a slot that this thread stores next, and the other way
@@ -93,7 +102,7 @@ __device__ __forceinline__ int load_slots(uint32_t epoch, Slot slot, uint32_t (&
 #pragma unroll
   for (int r = 0; r < N; ++r) {
     data[r] = static_cast<uint32_t>(word[r]);
-    if (static_cast<uint32_t>(word[r] >> 32) != epoch) missing = r;
+    if (is_stale(word[r], epoch)) missing = r;
   }
   return missing;
 }
@@ -128,8 +137,8 @@ inline __device__ __noinline__ uint32_t wait_segments(Place& place, Phase phase,
     for (int r = 0; r < kSegments; ++r)
 #pragma unroll
       for (int c = 0; c < 2; ++c) {
-        s[c][r] = bit_cast<float>(static_cast<uint32_t>(word[r][c]));
-        if (static_cast<uint32_t>(word[r][c] >> 32) != epoch) missing = r;
+        s[c][r] = slot_number(word[r][c]);
+        if (is_stale(word[r][c], epoch)) missing = r;
       }
     return missing;
   };
@@ -143,7 +152,6 @@ inline __device__ __noinline__ void wait_pairs(Place& place, Phase phase, const 
                                                int source, uint32_t* to, int to_stride, int to_next,
                                                uint64_t grace = 0) {
   const uint32_t epoch = place.epoch;
-  const auto stale = [epoch](uint64_t word) { return static_cast<uint32_t>(word >> 32) != epoch; };
   const auto look = [&] {
     uint64_t word[kSegments][2];
 #pragma unroll
@@ -154,7 +162,7 @@ inline __device__ __noinline__ void wait_pairs(Place& place, Phase phase, const 
 #pragma unroll
       for (int e = 0; e < 2; ++e) {
         to[min(r, n - 1) * to_stride + e * to_next] = static_cast<uint32_t>(word[r][e]);
-        if (stale(word[r][e])) missing = r;
+        if (is_stale(word[r][e], epoch)) missing = r;
       }
     return missing;
   };
