@@ -9,19 +9,54 @@ namespace muse {
 // The largest of all keys that a warp has seen, falling, one a lane.
 class DraftBest {
  public:
-  // A key of each lane, 0 for none.
-  __device__ void offer(uint64_t key, int count) {
+  static constexpr int kAtOnce = 16;  // keys of a lane that are offered together
+  struct List {
+    uint64_t found[32 * (kAtOnce + 1)], best[32];
+  };
+  __device__ explicit DraftBest(List& list) : list_(list) {}
+
+  // Keys of each lane, 0 for none. Of the lanes' largest, `count` are not below the least of these: most keys are, and
+  // the others are put into their order together with the best so far.
+  __device__ void offer(const uint64_t (&key)[kAtOnce], int count) {
     const int lane = threadIdx.x % 32;
-    for (uint32_t better = __ballot_sync(~0u, key > __shfl_sync(~0u, mine_, count - 1)); better; better &= better - 1) {
-      const uint64_t one = __shfl_sync(~0u, key, __ffs(static_cast<int>(better)) - 1);
-      const int place = __popc(__ballot_sync(~0u, mine_ > one));
-      const uint64_t above = __shfl_up_sync(~0u, mine_, 1);
-      mine_ = lane < place ? mine_ : lane == place ? one : above;
+    uint32_t largest = 0;
+#pragma unroll
+    for (int e = 0; e < kAtOnce; ++e) largest = max(largest, static_cast<uint32_t>(key[e] >> 32));
+    int ahead = 0;
+#pragma unroll 8
+    for (int other = 0; other < 32; ++other) {
+      const uint32_t theirs = __shfl_sync(~0u, largest, other);
+      ahead += theirs > largest || (theirs == largest && other < lane);
     }
+    const uint32_t least =
+        __shfl_sync(~0u, largest, __ffs(static_cast<int>(__ballot_sync(~0u, ahead == count - 1))) - 1);
+    int found = 0;
+    const auto keep = [&](uint64_t own, bool good) {
+      const uint32_t all = __ballot_sync(~0u, good);
+      if (good) list_.found[found + __popc(all & ((1u << lane) - 1))] = own;
+      found += __popc(all);
+    };
+    keep(mine_, mine_ != 0);
+#pragma unroll
+    for (int e = 0; e < kAtOnce; ++e) keep(key[e], key[e] != 0 && static_cast<uint32_t>(key[e] >> 32) >= least);
+    list_.best[lane] = 0;
+    __syncwarp();
+#pragma unroll 1
+    for (int i = lane; i < found; i += 32) {
+      const uint64_t own = list_.found[i];
+      int place = 0;
+#pragma unroll 4
+      for (int other = 0; other < found; ++other) place += list_.found[other] > own;
+      if (place < count) list_.best[place] = own;
+    }
+    __syncwarp();
+    mine_ = list_.best[lane];
+    __syncwarp();  // the list may be written again
   }
   __device__ uint64_t mine() const { return mine_; }
 
  private:
+  List& list_;
   uint64_t mine_ = 0;
 };
 
@@ -36,18 +71,19 @@ class DraftChoice : public DraftPhases {
     const int end = min(groups.end * 16, vocab);
     for (int row = threadIdx.x / 32; row < rows(); row += kWarps) {
       const float* logits = at<float>(s_.offsets.logits) + int64_t{row} * vocab;
-      DraftBest best;
+      DraftBest best(list());
 #pragma unroll 1
       for (int first = groups.begin * 16; first < end; first += 32 * kAtOnce) {
         float z[kAtOnce];
+        uint64_t key[kAtOnce];
 #pragma unroll
         for (int e = 0; e < kAtOnce; ++e) z[e] = __ldcg(logits + min(first + e * 32 + lane(), end - 1));
-#pragma unroll 1
-        for (int v = first + lane(); v < first + 32 * kAtOnce; v += 32) {
-          best.offer(v < end ? candidate_key(z[0], v) : 0, k);
 #pragma unroll
-          for (int e = 0; e + 1 < kAtOnce; ++e) z[e] = z[e + 1];
+        for (int e = 0; e < kAtOnce; ++e) {
+          const int v = first + e * 32 + lane();
+          key[e] = v < end ? candidate_key(z[e], v) : 0;
         }
+        best.offer(key, k);
       }
       if (lane() < k) at<uint64_t>(s_.offsets.best)[(int64_t{row} * blocks() + block()) * k + lane()] = best.mine();
     }
@@ -60,28 +96,30 @@ class DraftChoice : public DraftPhases {
     for (int row = block(); row < rows(); row += blocks()) {
       const uint64_t* keys = at<uint64_t>(s_.offsets.best) + int64_t{row} * n;
       const Range own = part(n, w, kWarps);
-      DraftBest best;
+      DraftBest best(list());
 #pragma unroll 1
       for (int first = own.begin; first < own.end; first += 32 * kAtOnce) {
         uint64_t key[kAtOnce];
 #pragma unroll
         for (int e = 0; e < kAtOnce; ++e)
           key[e] = __ldcg(reinterpret_cast<const unsigned long long*>(keys) + min(first + e * 32 + lane(), n - 1));
-#pragma unroll 1
-        for (int at = first + lane(); at < min(own.end + lane(), first + 32 * kAtOnce); at += 32) {
-          best.offer(at < own.end ? key[0] : 0, k);
 #pragma unroll
-          for (int e = 0; e + 1 < kAtOnce; ++e) key[e] = key[e + 1];
-        }
+        for (int e = 0; e < kAtOnce; ++e)
+          if (first + e * 32 + lane() >= own.end) key[e] = 0;
+        best.offer(key, k);
       }
       if (lane() < k) of_warps[w * k + lane()] = best.mine();
       sync_block();
       if (w == 0) {
-        DraftBest all;
-#pragma unroll 1
-        for (int first = 0; first < kWarps * k; first += 32)
-          all.offer(first + lane() < kWarps * k ? of_warps[first + lane()] : 0, k);
-        if (lane() < k) at<uint64_t>(s_.offsets.ids)[row * k + lane()] = all.mine();
+        DraftBest all(list());
+        uint64_t key[kAtOnce];
+#pragma unroll
+        for (int e = 0; e < kAtOnce; ++e) key[e] = e * 32 + lane() < kWarps * k ? of_warps[e * 32 + lane()] : 0;
+        all.offer(key, k);
+        if (lane() < k) {
+          at<uint64_t>(s_.offsets.ids)[row * k + lane()] = all.mine();
+          prefetch_selector(candidate_id(all.mine()));
+        }
       }
       sync_block();
     }
@@ -123,59 +161,92 @@ class DraftChoice : public DraftPhases {
     }
   }
 
-  // One warp a sequence.
+  // A block a sequence, one warp of it. What it reads again and again, each time knowing only then where, is brought
+  // into shared memory, where the weights were, if it fits.
   __device__ void trees() {
-    if (threadIdx.x < 32)
-      for (int b = block(); b < p_.batch; b += blocks()) tree(b);
+    const int k = static_cast<int>(p_.top_k), candidates = static_cast<int>(p_.places()) * k,
+              edges = candidates * static_cast<int>(p_.pair_rows());
+    const bool fits = candidates * sizeof(uint64_t) + edges * (sizeof(float) + 1) <= kDraftRingBytes;
+    for (int b = block(); b < p_.batch; b += blocks()) {
+      Given given{at<uint64_t>(s_.offsets.ids) + int64_t{b} * candidates,
+                  at<float>(s_.offsets.edges) + int64_t{b} * edges, at<uint8_t>(s_.offsets.ranks) + int64_t{b} * edges};
+      if (fits) {
+        auto* keys = reinterpret_cast<uint64_t*>(s_.ring);
+        auto* own_edges = reinterpret_cast<float*>(keys + candidates);
+        auto* ranks = reinterpret_cast<uint8_t*>(own_edges + edges);
+        for (int i = threadIdx.x; i < candidates; i += kThreads) keys[i] = given.keys[i];
+#pragma unroll 8
+        for (int i = threadIdx.x; i < edges; i += kThreads) own_edges[i] = given.edges[i], ranks[i] = given.ranks[i];
+        given = {keys, own_edges, ranks};
+        sync_block();
+      }
+      if (threadIdx.x < 32) tree(b, given);
+      sync_block();
+    }
   }
 
  private:
-  static constexpr uint32_t kNothing = ~0u;
-  static constexpr int kAtOnce = 16;  // loads of a warp under way
+  static constexpr int kAtOnce = DraftBest::kAtOnce;
+  static_assert(kWarps * kMaxCandidates <= 32 * kAtOnce, "the warps' best are offered together");
+
+  // A warp's, where the weights were.
+  __device__ DraftBest::List& list() const {
+    static_assert(kWarps * sizeof(DraftBest::List) <= kDraftRingBytes, "the ring");
+    return reinterpret_cast<DraftBest::List*>(s_.ring)[threadIdx.x / 32];
+  }
 
   struct Nodes {
-    DraftEntry entry[kMaxNodes];
+    uint64_t entry[kMaxNodes];  // candidate_key of score and draft_order: the larger comes first; 0: nothing
     float score[kMaxNodes];
     uint8_t depth[kMaxNodes], place[kMaxNodes];  // place: which candidate of its place it is
     uint64_t above[kMaxNodes];                   // the node and those above it
   };
 
+  // Of a sequence, by place: candidates, and, by row of edges, these in falling order and whose each is. Other blocks
+  // have written them, and all have met since.
+  struct Given {
+    const uint64_t* keys;
+    const float* edges;
+    const uint8_t* ranks;
+  };
+
   // A node's first child, whose place its next sibling takes when it has come, is an entry.
-  __device__ void tree(int b) {
+  __device__ void tree(int b, const Given& given) {
     const int width = static_cast<int>(p_.width), k = static_cast<int>(p_.top_k),
               places = static_cast<int>(p_.places());
     Nodes& n = *reinterpret_cast<Nodes*>(s_.region);
     int32_t *token = c_.tree_token + b * width, *parent = c_.tree_parent + b * width,
             *depth = c_.tree_depth + b * width;
-    for (int i = lane(); i < kMaxNodes; i += 32) n.entry[i].order = kNothing;
+    for (int i = lane(); i < kMaxNodes; i += 32) n.entry[i] = 0;
     __syncwarp();
     if (lane() == 0) {
       n.score[0] = 0.0f, n.depth[0] = n.place[0] = 0, n.above[0] = 1;
       token[0] = c_.token[b], parent[0] = -1, depth[0] = 0;
-      offer(n, b, 0, 0, 0, places, k);
+      offer(n, given, 0, 0, 0, places, k);
     }
     for (int node = 1; node < width; ++node) {
       __syncwarp();
-      DraftEntry best = n.entry[lane()];
-      int where = lane();
-      if (after(best, n.entry[lane() + 32])) best = n.entry[where = lane() + 32];
+      const uint64_t low = n.entry[lane()], high = n.entry[lane() + 32];
+      uint64_t best = high > low ? high : low;
+#pragma unroll
       for (int step = 1; step < 32; step *= 2) {
-        const DraftEntry other = {__shfl_xor_sync(~0u, best.score, step), __shfl_xor_sync(~0u, best.order, step)};
-        const int other_where = __shfl_xor_sync(~0u, where, step);
-        if (after(best, other)) best = other, where = other_where;
+        const uint64_t other = __shfl_xor_sync(~0u, best, step);
+        best = other > best ? other : best;
       }
-      const int above = static_cast<int>(best.order >> 8 & 255u), rank = static_cast<int>(best.order & 255u);
+      const uint32_t in_low = __ballot_sync(~0u, low == best), in_high = __ballot_sync(~0u, high == best);
+      const int where = __ffs(static_cast<int>(in_low ? in_low : in_high)) - 1 + (in_low ? 0 : 32);
+      const auto order = static_cast<uint32_t>(candidate_id(best));
+      const int above = static_cast<int>(order >> 8 & 255u), rank = static_cast<int>(order & 255u);
       // The node's first child and its next sibling, at once.
       if (lane() == 0) {
-        const int unit = unit_of(n, b, above), place = __ldcg(at<uint8_t>(s_.offsets.ranks) + unit * k + rank);
-        n.score[node] = best.score, n.depth[node] = n.depth[above] + 1, n.place[node] = static_cast<uint8_t>(place);
+        const int place = given.ranks[unit_of(n, above) * k + rank], level = n.depth[above];
+        n.score[node] = value_of(best), n.depth[node] = level + 1, n.place[node] = static_cast<uint8_t>(place);
         n.above[node] = n.above[above] | uint64_t{1} << node;
-        const int row = b * places + n.depth[above];
-        token[node] = candidate_id(key_of(row, place)), parent[node] = above, depth[node] = n.depth[node];
+        token[node] = candidate_id(given.keys[level * k + place]), parent[node] = above, depth[node] = level + 1;
       }
       __syncwarp();
       if (lane() < 2)
-        offer(n, b, lane() == 0 ? where : node, lane() == 0 ? above : node, lane() == 0 ? rank + 1 : 0, places, k);
+        offer(n, given, lane() == 0 ? where : node, lane() == 0 ? above : node, lane() == 0 ? rank + 1 : 0, places, k);
     }
     __syncwarp();
     for (int i = lane(); i < width * width; i += 32)
@@ -199,6 +270,14 @@ class DraftChoice : public DraftPhases {
     return log_prob_of(own, s);
   }
 
+  // What pair_log_prob will read of a candidate: it lies anywhere in memory.
+  __device__ void prefetch_selector(int id) const {
+    for (int r = 0; r < p_.rank; r += 64) {
+      ptx::prefetch_l2(c_.predecessor + id * p_.rank + r);
+      ptx::prefetch_l2(c_.successor + id * p_.rank + r);
+    }
+  }
+
   // Of this lane's candidate, behind candidate `before` of the place before.
   __device__ float pair_log_prob(int row, int place, int before, float own, int k) const {
     const int rank = static_cast<int>(p_.rank), j = lane() % kLanes;
@@ -212,7 +291,7 @@ class DraftChoice : public DraftPhases {
       const int candidate = min(first + lane() / kLanes, k - 1);
       const uint16_t* b = c_.successor + int64_t{candidate_id(key_of(row, candidate))} * rank;
       float sum = 0.0f;
-#pragma unroll 8
+#pragma unroll 16
       for (int r = j; r < rank; r += kLanes)
         sum = fma1(from_bf16(__ldg(a + r)) * from_bf16(__ldcg(gate + r)), from_bf16(__ldg(b + r)), sum);
       sum = fold_warp(sum);
@@ -227,18 +306,16 @@ class DraftChoice : public DraftPhases {
     return least - log1(total);
   }
 
-  __device__ static bool after(const DraftEntry& a, const DraftEntry& b) {
-    return b.order != kNothing && (a.order == kNothing || comes_before(b, a));
-  }
-  // The row of edges below a node.
-  __device__ int unit_of(const Nodes& n, int b, int node) const {
+  // The row of edges below a node, of its sequence's.
+  __device__ int unit_of(const Nodes& n, int node) const {
     const int pair_rows = static_cast<int>(p_.pair_rows()), level = n.depth[node];
-    return (b * static_cast<int>(p_.places()) + level) * pair_rows + (level == 0 || pair_rows == 1 ? 0 : n.place[node]);
+    return level * pair_rows + (level == 0 || pair_rows == 1 ? 0 : n.place[node]);
   }
-  __device__ void offer(Nodes& n, int b, int where, int node, int rank, int places, int k) const {
+  __device__ void offer(Nodes& n, const Given& given, int where, int node, int rank, int places, int k) const {
     const bool exists = n.depth[node] < places && rank < k;
-    const float edge = exists ? __ldcg(at<float>(s_.offsets.edges) + unit_of(n, b, node) * k + rank) : 0.0f;
-    n.entry[where] = {n.score[node] + edge, exists ? draft_order(n.depth[node] + 1, node, rank) : kNothing};
+    const float edge = exists ? given.edges[unit_of(n, node) * k + rank] : 0.0f;
+    const auto order = static_cast<int64_t>(draft_order(n.depth[node] + 1, node, rank));
+    n.entry[where] = exists ? candidate_key(n.score[node] + edge, order) : 0;
   }
 };
 

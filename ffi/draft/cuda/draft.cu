@@ -1,5 +1,5 @@
-// A whole draft on a GPU in one launch: one block per multiprocessor, all resident at once, which meet at barriers
-// between the phases. The arithmetic is ffi/draft/cpu/draft.cc's, bit for bit.
+// A whole draft on a GPU in one launch: one block per multiprocessor, all resident at once. What phases tell each other
+// are words that are their own flags (workspace.h), but for a few that meet at barriers. The arithmetic is ffi/draft/cpu/draft.cc's, bit for bit.
 #include <algorithm>
 
 #include "ffi/draft/cuda/attention.cuh"
@@ -13,53 +13,74 @@ namespace {
 
 constexpr uint64_t kWaitLimit = 10'000'000'000;  // ns
 
-// The table of GEMMs in the order in which they run.
+// The table of GEMMs in the order in which they run. Threads make it together, one for each layer and one for the rest.
 class Table {
  public:
   __device__ explicit Table(DraftShared& shared) : c_(shared.call), s_(shared) {}
 
-  __device__ void make() {
+  // The projections of the features, and the head.
+  __device__ void ends() {
     const DraftPlan& p = c_.plan;
-    const int h = static_cast<int>(p.hidden), q = static_cast<int>(p.q_columns()),
-              kv = static_cast<int>(p.kv_columns());
-    const int inner = static_cast<int>(p.inner), fed = static_cast<int>(p.batch * p.fed),
-              rows = static_cast<int>(p.rows());
+    const int h = static_cast<int>(p.hidden), kv = static_cast<int>(p.kv_columns()), rank = static_cast<int>(p.rank);
+    const int fed = static_cast<int>(p.batch * p.fed), layers = static_cast<int>(p.layers);
     const DraftWorkspace& w = s_.offsets;
-    add(c_.fc, w.branch, 0, h, h);
-    job(static_cast<int>(p.taps) * h, fed, 0);
-    for (int l = 0; l < p.layers; ++l) {
-      add(c_.layer[l].k, w.projected, 2 * l * kv, kv, 2 * static_cast<int>(p.layers) * kv);
-      add(c_.layer[l].v, w.projected, (2 * l + 1) * kv, kv, 2 * static_cast<int>(p.layers) * kv);
+    add(c_.fc, w.fused, 0, h, h), job(static_cast<int>(p.taps) * h, fed, w.features);
+    for (int l = 0; l < layers; ++l) {
+      add(c_.layer[l].k, w.keys_values, 2 * l * kv, kv, 2 * layers * kv);
+      add(c_.layer[l].v, w.keys_values, (2 * l + 1) * kv, kv, 2 * layers * kv);
     }
-    job(h, fed, 0);
-    for (int l = 0; l < p.layers && p.width > 0; ++l) {
-      const DraftLayer& layer = c_.layer[l];
-      const int all = q + 2 * kv, conv = static_cast<int>(p.conv_rows());
-      if (conv) add(layer.attention.projection, w.coefficients, 0, conv, conv), job(h, rows, 0);
-      add(layer.q, w.projected, 0, q, all), add(layer.k, w.projected, q, kv, all);
-      add(layer.v, w.projected, q + kv, kv, all), job(h, rows, 0);
-      add(layer.o, w.branch, 0, h, h), job(q, rows, 0);
-      if (conv) add(layer.mlp.projection, w.coefficients, 0, conv, conv), job(h, rows, 0);
-      add(layer.gate, 0, 0, inner, 0), add(layer.up, 0, 0, inner, 0), job(h, rows, 0, DraftOutput::kSwiglu);
-      add(layer.down, w.branch, 0, h, h), job(inner, rows, 1);
-    }
-    if (p.width > 0) {
-      s_.matrix[matrices_++] = {c_.head, c_.workspace + w.logits, static_cast<int>(p.vocab), static_cast<int>(p.vocab)};
-      if (p.is_v2()) add(c_.selector, w.gate, 0, static_cast<int>(p.rank), static_cast<int>(p.rank));
-      job(h, static_cast<int>(p.batch * p.places()), 0, DraftOutput::kHead);
-    }
-    s_.jobs = jobs_, s_.job = 0, s_.slot = 0;
+    job(h, fed, w.context);
+    s_.job = 0, s_.slot = 0, s_.jobs = jobs_;
+    if (p.width == 0) return;
+    skip(layers);
+    s_.matrix[matrices_++] = {c_.head, c_.workspace + w.logits, static_cast<int>(p.vocab), static_cast<int>(p.vocab)};
+    if (p.is_v2()) add(c_.selector, w.gate, 0, rank, rank);
+    job(h, static_cast<int>(p.batch * p.places()), w.normed.of(2 * layers), DraftOutput::kHead);
+    s_.jobs = jobs_;
+  }
+
+  __device__ void layer(int l) {
+    const DraftPlan& p = c_.plan;
+    const DraftWorkspace& w = s_.offsets;
+    const DraftLayer& layer = c_.layer[l];
+    const int h = static_cast<int>(p.hidden), q = static_cast<int>(p.q_columns()), kv = static_cast<int>(p.kv_columns());
+    const int inner = static_cast<int>(p.inner), rows = static_cast<int>(p.rows()), all = q + 2 * kv, mlp = 2 * l + 1;
+    const int64_t projected = w.projected.of(l), gated = w.gated.of(l);
+    matrices_ = first_ = 1 + 2 * static_cast<int>(p.layers), jobs_ = 2;
+    skip(l);
+    const int64_t attention_input = convolved(layer.attention, 2 * l);
+    add(layer.q, projected, 0, q, all), add(layer.k, projected, q, kv, all);
+    add(layer.v, projected, q + kv, kv, all), job(h, rows, attention_input);
+    add(layer.o, w.branch.of(2 * l), 0, h, h), job(q, rows, w.attended.of(l));
+    const int64_t mlp_input = convolved(layer.mlp, mlp);
+    add(layer.gate, gated, 0, inner, 0), add(layer.up, gated, 0, inner, 0);
+    job(h, rows, mlp_input, DraftOutput::kSwiglu);
+    add(layer.down, w.branch.of(mlp), 0, h, h), job(inner, rows, gated);
   }
 
  private:
+  // So many layers' entries.
+  __device__ void skip(int layers) {
+    const int convolutions = c_.plan.group ? 2 : 0;
+    jobs_ += layers * (4 + convolutions), first_ = matrices_ += layers * (7 + convolutions);
+  }
   __device__ void add(const uint16_t* weights, int64_t offset, int column, int rows, int stride) {
     s_.matrix[matrices_++] = {weights, reinterpret_cast<uint16_t*>(c_.workspace + offset) + column, rows, stride};
   }
+  // The GEMM of sublayer n's coefficients, where it has some; the operand of the GEMM behind it.
+  __device__ int64_t convolved(const DraftConvolution& convolution, int64_t n) {
+    const DraftPlan& p = c_.plan;
+    const int columns = static_cast<int>(p.conv_rows());
+    if (!columns) return s_.offsets.normed.of(n);
+    add(convolution.projection, s_.offsets.coefficients.of(n), 0, columns, columns);
+    job(static_cast<int>(p.hidden), static_cast<int>(p.rows()), s_.offsets.normed.of(n));
+    return s_.offsets.convolved.of(n);
+  }
   // A GEMM of the matrices that were added since the last.
-  __device__ void job(int inner, int tokens, int operand, DraftOutput output = DraftOutput::kBf16) {
+  __device__ void job(int inner, int tokens, int64_t operand, DraftOutput output = DraftOutput::kBf16) {
     int groups = 0;
     for (int m = first_; m < matrices_; ++m) groups += (s_.matrix[m].rows + 15) / 16;
-    s_.table[jobs_++] = {first_, groups, inner, tokens, operand, output};
+    s_.table[jobs_++] = {operand, first_, groups, inner, tokens, output};
     first_ = matrices_;
   }
 
@@ -68,62 +89,63 @@ class Table {
   int matrices_ = 0, first_ = 0, jobs_ = 0;
 };
 
-__device__ __noinline__ void make_table() { Table(draft_shared()).make(); }
+__device__ __noinline__ void make_table() {
+  const DraftPlan& p = draft_shared().call.plan;
+  Table table(draft_shared());
+  if (threadIdx.x == 32) table.ends();
+  if (threadIdx.x < p.layers && p.width > 0) table.layer(static_cast<int>(threadIdx.x));
+}
 
 // Runs a phase as a function of its own, so that registers are shared out phase by phase. Which layer and which GEMM it
-// is stands in shared memory: what callers keep would be spilled.
+// is stands in shared memory: what callers keep would be spilled. The block's next phase may write the region.
 template <auto kPhase, typename Steps, typename... Args>
 __device__ __noinline__ void phase_of(void (Steps::*)(Args...), Args... args) {
   (Steps(draft_shared()).*kPhase)(args...);
+  sync_block();
 }
 template <auto kPhase, typename... Args>
 __device__ __forceinline__ void phase(Args... args) {
   phase_of<kPhase>(kPhase, args...);
 }
 
-// All blocks meet. False: one of them gave up, leave the kernel.
+// All blocks meet: for what they wrote without flags. A barrier's release waits for all weights that its multiprocessor
+// has under way, which takes as long as a full ring does. False: somebody gave up, leave the kernel.
 __device__ __forceinline__ bool meet() { return rank_barrier(draft_shared().place, Phase::kHead); }
 
-// The next GEMM of the table, and all blocks after it.
-__device__ __forceinline__ bool gemm() {
-  phase<&DraftGemm::run>();
-  return meet();
-}
-
 // A sublayer's first GEMM, behind its convolution.
-__device__ __forceinline__ bool convolve(bool mlp) {
-  phase<&DraftRows::convolve_input>(mlp);
-  return meet();
-}
-__device__ __forceinline__ bool project(bool mlp) {
-  return draft_shared().call.plan.group ? gemm() && convolve(mlp) && gemm() : gemm();
+__device__ __forceinline__ void project(bool mlp) {
+  if (draft_shared().call.plan.group) {
+    phase<&DraftGemm::run>();
+    phase<&DraftRows::convolve_input>(mlp);
+  }
+  if (!mlp) phase<&DraftAttention::prefetch>();
+  phase<&DraftGemm::run>();
 }
 
 __device__ __forceinline__ bool layer() {
-  if (!project(false)) return false;
+  project(false);
   phase<&DraftRows::finish_heads>();
-  if (!meet()) return false;
   phase<&DraftAttention::chunks>();
   if (!meet()) return false;
   phase<&DraftAttention::combine>();
-  if (!meet() || !gemm()) return false;
-  phase<&DraftRows::add_and_norm>(After::kAttention);
-  if (!meet() || !project(true) || !gemm()) return false;
-  phase<&DraftRows::add_and_norm>(After::kMlp);
-  return meet();
+  phase<&DraftGemm::run>();
+  phase<&DraftRows::norm_rows>(After::kAttention);
+  project(true);
+  phase<&DraftGemm::run>();
+  phase<&DraftRows::norm_rows>(After::kMlp);
+  return true;
 }
 
 __device__ __noinline__ void run() {
-  phase<&DraftRows::begin>();
-  if (!meet() || !gemm()) return;
-  phase<&DraftRows::norm_features>();
-  if (!meet() || !gemm()) return;
-  phase<&DraftRows::inject>();
   DraftShared& s = draft_shared();
+  phase<&DraftRows::begin>();
+  phase<&DraftGemm::run>();
+  phase<&DraftRows::norm_rows>(After::kFeatures);
+  phase<&DraftGemm::run>();
+  phase<&DraftRows::inject>();
   if (s.call.plan.width == 0) return;
-  sync_block();
-  phase<&DraftRows::add_and_norm>(After::kNothing);
-  if (!meet()) return;
+  phase<&DraftRows::norm_rows>(After::kNothing);
+  if (!meet()) return;  // the rings
 #pragma unroll 1
   while (s.place.layer < s.call.plan.layers) {
     if (!layer()) return;
@@ -147,7 +169,7 @@ __global__ void __launch_bounds__(kThreads, 1) draft_kernel(const __grid_constan
   if (threadIdx.x < kWarps) s.fetch[threadIdx.x] = {-1};  // nothing to be fetched yet
   sync_block();
   if (threadIdx.x == 0) {
-    s.offsets = draft_workspace(call.plan);
+    s.offsets = draft_workspace(s.call.plan);
     auto* control = reinterpret_cast<Control*>(call.workspace + s.offsets.control);
     for (int r = 0; r < kRanks; ++r) s.workspaces[r] = reinterpret_cast<unsigned char*>(control);
     Place& place = s.place;
@@ -155,8 +177,9 @@ __global__ void __launch_bounds__(kThreads, 1) draft_kernel(const __grid_constan
     place.deadline = ptx::globaltimer() + kWaitLimit;
     place.rank = place.layer = place.epoch = place.arrivals = place.events = 0;
     place.index = blockIdx.x, place.size = gridDim.x, place.gave_up = 0;
-    make_table();
   }
+  sync_block();
+  make_table();
   sync_block();
   phase<&DraftGemm::start>();
   run();
@@ -172,14 +195,19 @@ Status draft(Stream stream, const DraftCall& call) {
   if (e == cudaSuccess) e = cudaDeviceGetAttribute(&limit, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
   if (e == cudaSuccess) e = cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device);
   if (e != cudaSuccess) return cuda_status("draft", e);
-  const int64_t region = std::max<int64_t>(kDraftRegionBytes, p.hidden * 2), bytes = sizeof(DraftShared) + region;
+  if (multiprocessors < kSegments)  // rows.cuh
+    return {"draft: device " + std::to_string(device) + " has " + std::to_string(multiprocessors) +
+            " multiprocessors, at least " + std::to_string(kSegments) + " are needed"};
+  const int64_t region = std::max<int64_t>(kDraftRegionBytes, p.hidden / kSegments * 2), bytes = sizeof(DraftShared) + region;
   if (bytes > limit)
     return {"draft: a block needs " + std::to_string(bytes) + " bytes of shared memory, device " +
             std::to_string(device) + " has " + std::to_string(limit) + "; hidden_size " + std::to_string(p.hidden) +
             " is too large"};
   if (const Status status = allow_shared("draft", draft_kernel, bytes); !status.ok()) return status;
   // What a launch that gave up leaves: no token.
-  e = cudaMemsetAsync(call.workspace + draft_workspace(p).control, 0, 256, cuda_stream(stream));
+  const DraftWorkspace w = draft_workspace(p);
+  e = cudaMemsetAsync(call.workspace + w.control, 0, 256, cuda_stream(stream));
+  if (e == cudaSuccess) e = cudaMemsetAsync(call.workspace + w.words, 0xFF, w.word_bytes, cuda_stream(stream));
   if (e == cudaSuccess && p.width > 0)
     e = cudaMemsetAsync(call.tree_token, 0xFF, p.batch * p.width * sizeof(int32_t), cuda_stream(stream));
   if (e != cudaSuccess) return cuda_status("draft", e);

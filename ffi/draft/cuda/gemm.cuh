@@ -16,11 +16,15 @@ __device__ __forceinline__ Range draft_groups(const DraftJob& job) {
   return {range.begin * at_once, range.end * at_once};
 }
 
-// Groups of the next batch, of `left`: four, two or one, whose steps fill a ring slot.
-__device__ __forceinline__ int draft_batch(int left) { return left >= kDraftGroups ? kDraftGroups : min(left, 2); }
+// Groups of the next batch, of `left`. Three are multiplied as four, of which one does not exist; a batch of one takes as
+// long as its token operand takes to come, which five groups had better avoid.
+__device__ __forceinline__ int draft_batch(const DraftJob& job, int left) {
+  const bool threes = left == 5 || left == 6;
+  return threes && job.output != DraftOutput::kSwiglu ? 3 : min(left, kDraftGroups);
+}
 
 // Steps of k that a ring slot holds of each of a batch's groups.
-__device__ __forceinline__ int draft_steps(int count) { return kDraftGroups / count; }
+__device__ __forceinline__ int draft_steps(int count) { return count > 2 ? 1 : 6 - 2 * count; }
 
 // The matrix of a group, and the group's number in it.
 struct DraftGroup {
@@ -53,7 +57,7 @@ __device__ __noinline__ void next_draft_batch() {
   int count = 0;
   DraftGroup at{};
   if (found) {
-    count = draft_batch(draft_groups(s.table[job]).end - group);
+    count = draft_batch(s.table[job], draft_groups(s.table[job]).end - group);
     const int piece = static_cast<int>(threadIdx.x % kDraftGroups);
     at = draft_group(s, s.table[job], group + piece % count);
   }
@@ -68,23 +72,26 @@ __device__ __noinline__ void next_draft_batch() {
   __syncwarp();
 }
 
-// Adds the segments' sums of at most two groups, [segment][2 groups][16 rows][16 tokens], and stores.
+// Adds the segments' sums of at most two groups, [segment][2 groups][16 rows][16 tokens], and stores: two neighbouring
+// rows' results are a word.
 __device__ __noinline__ void store_draft_groups(int pass, int group, int count) {
   const DraftShared& s = draft_shared();
   const DraftJob& job = s.table[s.job];
   const auto* sums = reinterpret_cast<const float*>(draft_shared().region);
   const int row = threadIdx.x % 16, token = threadIdx.x / 16, i = pass * static_cast<int>(kDraftTokens) + token;
-  if (i >= job.tokens) return;
+  const bool there = i < job.tokens;
   const auto total = [&](int j) {
     float segment[kSegments];
 #pragma unroll
     for (int r = 0; r < kSegments; ++r) segment[r] = sums[((r * 2 + j) * 16 + row) * 16 + token];
     return tree8(segment);
   };
+  const auto with_next = [](uint16_t own) { return two_bf16(own, __shfl_down_sync(~0u, static_cast<uint32_t>(own), 1)); };
   if (job.output == DraftOutput::kSwiglu) {
-    const int column = group / 2 * 16 + row, inner = static_cast<int>(s.call.plan.inner);
-    auto* to = reinterpret_cast<uint16_t*>(s.call.workspace + s.offsets.operand[1]);
-    to[draft_operand_at(i, column / 2 * 2, inner) + column % 2] = draft_swiglu(to_bf16(total(0)), to_bf16(total(1)));
+    const uint32_t two = with_next(draft_swiglu(to_bf16(total(0)), to_bf16(total(1))));
+    auto* to = static_cast<uint16_t*>(s.matrix[job.first].out);
+    if (there && row % 2 == 0)
+      store_word(to + draft_operand_at(i, group / 2 * 16 + row, static_cast<int>(s.call.plan.inner)), two);
     return;
   }
 #pragma unroll 1
@@ -92,12 +99,17 @@ __device__ __noinline__ void store_draft_groups(int pass, int group, int count) 
     const DraftGroup where = draft_group(s, job, group + j);
     const DraftMatrix& m = s.matrix[where.matrix];
     const int column = where.group * 16 + row;
-    if (column >= m.rows) continue;
     const int64_t to = int64_t{i} * m.stride + column;
-    if (job.output == DraftOutput::kHead && where.matrix == job.first)
-      static_cast<float*>(m.out)[to] = total(j);
-    else
-      static_cast<uint16_t*>(m.out)[to] = to_bf16(total(j));
+    const float sum = total(j);
+    if (job.output == DraftOutput::kBf16) {
+      const uint32_t two = with_next(to_bf16(sum));
+      if (there && row % 2 == 0 && column < m.rows) store_word(static_cast<uint16_t*>(m.out) + to, two);
+    } else if (there && column < m.rows) {  // read behind barriers
+      if (where.matrix == job.first)
+        static_cast<float*>(m.out)[to] = sum;
+      else
+        static_cast<uint16_t*>(m.out)[to] = to_bf16(sum);
+    }
   }
 }
 
@@ -127,18 +139,16 @@ class DraftGemm : public DraftPhases {
     for (int pass = 0; pass < draft_passes(job.tokens); ++pass)
 #pragma unroll 1
       for (int group = groups.begin; group < groups.end;) {
-        const int count = draft_batch(groups.end - group);
+        const int count = draft_batch(job, groups.end - group);
         if (count == 1)
-          multiply<1>(job, pass, group);
+          group = multiply<1>(job, pass, group, groups);
         else if (count == 2)
-          multiply<2>(job, pass, group);
+          group = multiply<2>(job, pass, group, groups);
         else
-          multiply<kDraftGroups>(job, pass, group);
-        group += count;
+          group = multiply<kDraftGroups>(job, pass, group, groups);
       }
     leave();
     if (threadIdx.x == 0) ++s_.job;
-    sync_block();
   }
 
  private:
@@ -151,8 +161,6 @@ class DraftGemm : public DraftPhases {
   __device__ __forceinline__ void aim() {
     const DraftCursor& c = cursor();
     count_ = c.count, inner_ = c.inner, length_ = c.inner / kSegments;
-#pragma unroll
-    for (int j = 0; j < kDraftGroups; ++j) rows_[j] = c.rows[j], weights_[j] = c.w[j] + segment() * length_;
   }
 
   // One slot of weights, in a copy group of its own, empty at the end of all jobs. A slot holds four pieces, tiles of
@@ -162,16 +170,18 @@ class DraftGemm : public DraftPhases {
     if (count_ > 0) {
       const uint32_t to = slot_address(fetched_);
       const int part = lane() % 8;
-#pragma unroll
+      const DraftCursor& batch = cursor();  // not in registers, of which products need all
+#pragma unroll 1
       for (int j = 0; j < kDraftGroups; ++j) {
         const int k = (step_ + (count_ == 1 ? j : count_ == 2 ? j / 2 : 0)) * kDraftStep + part * 8;
-        const bool inside = k < length_;
-        const uint16_t* from = weights_[j] + (inside ? k : 0);
+        const bool inside = k < length_ && (j < 3 || count_ != 3);
+        const uint16_t* from = batch.w[j] + segment() * length_ + (inside ? k : 0);
+        const int rows = batch.rows[j];
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
           const int row = 4 * i + lane() / 8;
           ptx::copy16_l2_256(to + j * kDraftPieceBytes + tile_offset(row, part),
-                             from + min(row, rows_[j]) * inner_,  // what does not exist is not stored
+                             from + min(row, rows) * inner_,  // what does not exist is not stored
                              inside, policy_);
         }
       }
@@ -204,64 +214,102 @@ class DraftGemm : public DraftPhases {
   template <int kGroups>
   using Accumulators = float[kGroups][2][4];
 
+  // Batches from `group` on, as long as they are of so many groups; where they end. Blocks behind a segment's last are
+  // zeros on both sides, and so is a second tile of tokens that does not exist: they change no bit of a sum, and code
+  // without branches is scheduled better.
   template <int kGroups>
-  __device__ void multiply(const DraftJob& job, int pass, int group) {
-    constexpr int kSteps = kDraftGroups / kGroups, kBlocks = kSteps * kDraftStep / 16;
-    constexpr int kAtOnce = kBlocks < 8 ? kBlocks : 8;  // whose token operand is in registers, and the next as many
-    Accumulators<kGroups> acc = {};
+  __device__ int multiply(const DraftJob& job, int pass, int group, Range groups) {
+    constexpr int kSteps = kDraftGroups / kGroups, kBlocks = kSteps * kDraftStep / 16;  // of a slot
+    constexpr int kAtOnce = 4, kRounds = kBlocks / kAtOnce;
     const int length = job.inner / kSegments, blocks = length / 16;
-    const bool both = job.tokens - pass * static_cast<int>(kDraftTokens) > 8;  // tiles of eight tokens
-    const uint2* x = at<uint2>(s_.offsets.operand[job.operand]) +
-                     (int64_t{2 * pass} * (job.inner / 16) + segment() * blocks) * 32 + lane();
-    const int tile = job.inner / 16 * 32;
-    uint2 tokens[kAtOnce][2], next[kAtOnce][2] = {};
-    const auto load = [&](int block) {
+    const int tokens_left = job.tokens - pass * static_cast<int>(kDraftTokens);
+    const bool both = tokens_left > 8;  // tiles of eight tokens
+    const uint32_t* x = at<uint32_t>(job.operand) +
+                        ((int64_t{2 * pass} * (job.inner / 16) + segment() * blocks) * 32 + lane()) * 2;
+    const int tile = job.inner / 16 * 64;
+    // The token operand, a slot ahead: it comes from L2, where it queues behind weights.
+    uint2 ahead[kRounds][kAtOnce][2];
+    const auto load = [&](int block, uint2(&to)[kAtOnce][2]) {
+      const uint32_t *low = x + block * 64, *high = low + tile;
 #pragma unroll
       for (int e = 0; e < kAtOnce; ++e) {
-        const uint2* from = x + min(block + e, blocks - 1) * 32;
-        next[e][0] = __ldcg(from);
-        if (both) next[e][1] = __ldcg(from + tile);
+        to[e][0] = block + e < blocks ? ptx::load_relaxed_gpu_v2(low + e * 64) : uint2{0, 0};
+        to[e][1] = block + e < blocks && both ? ptx::load_relaxed_gpu_v2(high + e * 64) : uint2{0, 0};
       }
     };
-    load(0);
+    bool first = group == groups.begin;  // the operand may still have to come
+    // Of a token that does not exist nothing comes. The segment's last block tells that the others are about to be there:
+    // they need hardly ever be looked at twice.
+    const bool there[2] = {lane() / 4 < tokens_left, lane() / 4 + 8 < tokens_left};
+    if (first && there[0]) wait_word(x + (blocks - 1) * 64);
+    if (first && there[1]) wait_word(x + tile + (blocks - 1) * 64);
+    __syncwarp();
+    const auto wait = [&](int block) {
+      const auto look = [&] {
+        bool missing = false;
+#pragma unroll
+        for (int n = 0; n < kRounds * kAtOnce * 2; ++n) {
+          const uint2& two = ahead[n / 2 / kAtOnce][n / 2 % kAtOnce][n % 2];
+          missing = missing || (there[n % 2] && !(is_set(two.x) && is_set(two.y)));
+        }
+        if (!missing) return -1;
+#pragma unroll
+        for (int n = 0; n < kRounds; ++n) load(block + n * kAtOnce, ahead[n]);
+        return 0;
+      };
+      wait_until(s_.place, Phase::kHead, kBarrierGrace, look, [](int) { return 0u; });
+      __syncwarp();
+    };
+#pragma unroll
+    for (int n = 0; n < kRounds; ++n) load(n * kAtOnce, ahead[n]);
+    int count = draft_batch(job, groups.end - group);
 #pragma unroll 1
-    for (int block = 0; block < blocks; block += kBlocks) {
-      // Lanes 8 i to 8 i + 7 give the rows of matrix i: rows 0 to 7 and 8 to 15 of eight k, then of the next eight.
-      const uint32_t from = slot_address(slot_) + tile_offset(lane() % 16, lane() / 16);
+    do {
+      Accumulators<kGroups> acc = {};
+#pragma unroll 1
+      for (int block = 0; block < blocks; block += kBlocks) {
+        // Lanes 8 i to 8 i + 7 give the rows of matrix i: rows 0 to 7 and 8 to 15 of eight k, then of the next eight.
+        const uint32_t from = slot_address(slot_) + tile_offset(lane() % 16, lane() / 16);
+        // Behind the last slot the next batch's, where there may be one.
+        const int next = kGroups < kDraftGroups || block + kBlocks < blocks ? block + kBlocks : 0;
+        if (first) wait(block);
+        ptx::wait_copies<kDraftSlots - 1>();
+        __syncwarp();  // of all lanes
 #pragma unroll
-      for (int b = 0; b < kBlocks; ++b) {
-        if (b % kAtOnce == 0) {
+        for (int n = 0; n < kRounds; ++n) {
+          uint2 tokens[kAtOnce][2];
 #pragma unroll
-          for (int e = 0; e < kAtOnce; ++e) tokens[e][0] = next[e][0], tokens[e][1] = next[e][1];
-          load(block + b + kAtOnce);  // ahead, because they come from L2
+          for (int e = 0; e < kAtOnce; ++e) tokens[e][0] = ahead[n][e][0], tokens[e][1] = ahead[n][e][1];
+          load(next + n * kAtOnce, ahead[n]);
+#pragma unroll
+          for (int e = 0; e < kAtOnce; ++e) {
+            const int b = n * kAtOnce + e;
+            uint32_t a[kGroups][4];
+#pragma unroll
+            for (int j = 0; j < kGroups; ++j)
+              ptx::ldmatrix_x4(a[j], (from + (b / 4 * kGroups + j) * kDraftPieceBytes) ^ (b % 4 * 32));
+#pragma unroll
+            for (int t = 0; t < 2; ++t) {
+              const uint32_t two[2] = {tokens[e][t].x, tokens[e][t].y};
+#pragma unroll
+              for (int j = 0; j < kGroups; ++j) ptx::mma_bf16(acc[j][t], a[j], two);
+            }
+          }
         }
-        if (b == 0) {
-          ptx::wait_copies<kDraftSlots - 1>();
-          __syncwarp();  // of all lanes
-        }
-        if (block + b >= blocks) break;
-        uint32_t a[kGroups][4];
-#pragma unroll
-        for (int j = 0; j < kGroups; ++j)
-          ptx::ldmatrix_x4(a[j], (from + (b / 4 * kGroups + j) * kDraftPieceBytes) ^ (b % 4 * 32));
-        const uint2* t = tokens[b % kAtOnce];
-        const uint32_t low[2] = {t[0].x, t[0].y}, high[2] = {t[1].x, t[1].y};
-#pragma unroll
-        for (int j = 0; j < kGroups; ++j) ptx::mma_bf16(acc[j][0], a[j], low);
-        if (!both) continue;
-#pragma unroll
-        for (int j = 0; j < kGroups; ++j) ptx::mma_bf16(acc[j][1], a[j], high);
+        if (++slot_ == kDraftSlots) slot_ = 0;
+        __syncwarp();  // the slot has been read
+        fetch();
       }
-      if (++slot_ == kDraftSlots) slot_ = 0;
-      __syncwarp();  // the slot has been read
-      fetch();
-    }
-    finish<kGroups>(pass, group, acc);
+      finish<kGroups>(pass, group, count, acc);
+      group += count, first = false;
+      count = draft_batch(job, groups.end - group);
+    } while (kGroups == kDraftGroups && count > 2);
+    return group;
   }
 
   // Two groups' sums at a time into the region, for those who add and store.
   template <int kGroups>
-  __device__ void finish(int pass, int group, const Accumulators<kGroups>& acc) {
+  __device__ void finish(int pass, int group, int count, const Accumulators<kGroups>& acc) {
     auto* sums = reinterpret_cast<float*>(s_.region);
     const int g = lane() / 4, t = lane() % 4;
 #pragma unroll
@@ -275,15 +323,14 @@ class DraftGemm : public DraftPhases {
             *reinterpret_cast<float2*>(sums + ((segment() * 2 + j) * 16 + g + 8 * r) * 16 + 8 * b + 2 * t) = {
                 acc[j0 + j][b][2 * r], acc[j0 + j][b][2 * r + 1]};
       sync_block();
-      store_draft_groups(pass, group + j0, min(2, kGroups));
+      store_draft_groups(pass, group + j0, min(2, count - j0));
       sync_block();
     }
   }
 
   uint64_t policy_;
   int slot_, fetched_, step_;  // the next to be read, the next to be filled, and with what
-  int count_, inner_, length_, rows_[kDraftGroups];
-  const uint16_t* weights_[kDraftGroups];
+  int count_, inner_, length_;
 };
 
 }  // namespace muse

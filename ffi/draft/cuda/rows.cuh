@@ -1,4 +1,4 @@
-// What lies between the GEMMs of a draft: norms, convolutions and residual additions row by row, heads, the rings.
+// What lies between the GEMMs of a draft: norms, convolutions and residual additions, heads, the rings.
 #pragma once
 
 #include "ffi/decode/cuda/norms.cuh"
@@ -6,133 +6,132 @@
 
 namespace muse {
 
-// The sublayer before a norm.
-enum class After { kNothing, kAttention, kMlp };
+// What a norm sees: the projected features, the block's first rows, or the stream behind a sublayer.
+enum class After { kFeatures, kNothing, kAttention, kMlp };
 
 class DraftRows : public DraftPhases {
  public:
   using DraftPhases::DraftPhases;
 
-  // Features into the order of an operand, embeddings into the stream.
+  // Features into the order of an operand.
   __device__ void begin() {
-    const int h = hidden(), inner = static_cast<int>(p_.taps) * h, fed = static_cast<int>(p_.batch * p_.fed);
+    const int inner = static_cast<int>(p_.taps) * hidden(), fed = static_cast<int>(p_.batch * p_.fed);
     for (int64_t i = thread(); i < int64_t{fed} * inner / 8; i += threads()) {
       const int row = static_cast<int>(i / (inner / 8)), k = static_cast<int>(i % (inner / 8)) * 8;
-      store_operand(0, row, k, inner, __ldg(reinterpret_cast<const uint4*>(c_.features) + i));
-    }
-    if (p_.width == 0) return;
-    for (int i = thread(); i < p_.rows() * h / 8; i += threads()) {
-      const int row = i / (h / 8), b = row / static_cast<int>(p_.block), k = i % (h / 8);
-      const int token = min(max(c_.token[b], 0), static_cast<int>(p_.vocab) - 1);  // the target refuses what is none
-      const uint16_t* from = row % p_.block ? c_.mask : c_.embedding + int64_t{token} * h;
-      at<uint4>(s_.offsets.x)[i] = __ldg(reinterpret_cast<const uint4*>(from) + k);
-    }
-  }
-
-  // The normed features, operand of the layers' keys and values.
-  __device__ void norm_features() {
-    for (int i = block(); i < p_.batch * p_.fed; i += blocks()) {
-      const uint16_t* row = at<uint16_t>(s_.offsets.branch) + i * hidden();
-      auto* x = reinterpret_cast<uint16_t*>(s_.region);
-      for (int k = threadIdx.x * 8; k < hidden(); k += kThreads * 8)
-        *reinterpret_cast<uint4*>(x + k) = load_eight(row + k);
-      norm(i, c_.hidden_norm, false);
+      store_operand(s_.offsets.features, row, k, inner, __ldg(reinterpret_cast<const uint4*>(c_.features) + i));
     }
   }
 
   // x += the last sublayer's output, convolved, then the norm of the next sublayer, or that of the head, which sees
-  // some rows only.
-  __device__ void add_and_norm(After after) {
-    const bool last = after == After::kMlp && l() + 1 == p_.layers;
-    const Taps conv = taps(after == After::kAttention ? layer().attention : layer().mlp, 1);
-    const uint16_t* weight = last                         ? c_.norm
+  // some rows only. A block takes a segment of a row. Who norms a row waits for the squares of all its segments, which
+  // come before: a row has eight blocks (draft() asks for as many), and these take rows in the same order.
+  __device__ void norm_rows(After after) {
+    const bool context = after == After::kFeatures, last = after == After::kMlp && l() + 1 == p_.layers;
+    const int n = after == After::kNothing ? 0 : 2 * l() + (after == After::kMlp ? 2 : 1);  // the next sublayer
+    const uint16_t* weight = context                      ? c_.hidden_norm
+                             : last                       ? c_.norm
                              : after == After::kAttention ? layer().post_norm
-                                                          : c_.layer[l() + (after == After::kMlp)].input_norm;
-    const int h = hidden();
-    for (int i = block(); i < p_.rows(); i += blocks()) {
-      uint16_t* stream = at<uint16_t>(s_.offsets.x) + i * h;
-      auto* x = reinterpret_cast<uint16_t*>(s_.region);
+                                                          : c_.layer[n / 2].input_norm;
+    const int h = hidden(), length = h / kSegments;
+    const int64_t rows = context ? p_.batch * p_.fed : p_.rows();
+    auto* sums = at<uint32_t>(context ? s_.offsets.context_sums : s_.offsets.row_sums.of(n));
+    auto* x = reinterpret_cast<uint16_t*>(s_.region);
+    for (int unit = block(); unit < rows * kSegments; unit += blocks()) {
+      const int i = unit / kSegments, segment = unit % kSegments, first = segment * length;
+      const auto gain = [&](int k) {
+        return __ldg(reinterpret_cast<const uint4*>(weight + first + min(k, length - 8)));
+      };
+      uint4 w = gain(threadIdx.x * 8);  // on its way meanwhile
 #pragma unroll 1
-      for (int first = threadIdx.x * 8; first < h; first += kAtOnce * kThreads * 8) {
-        uint4 v[kAtOnce];
-        Window y[kAtOnce];
-#pragma unroll
-        for (int e = 0; e < kAtOnce; ++e) {
-          const int k = min(first + e * kThreads * 8, h - 8);
-          v[e] = load_eight(stream + k);
-          if (after != After::kNothing) y[e] = window(conv, at<uint16_t>(s_.offsets.branch), i, k);
-        }
-#pragma unroll 1  // the code once, the pieces turned past it
-        for (int k = first; k < min(first + kAtOnce * kThreads * 8, h); k += kThreads * 8) {
-          if (after != After::kNothing) {
-            v[0] = eight(
-                [&](int j, const uint4& own, const uint4& z) { return draft_add(element(own, j), element(z, j)); },
-                v[0], convolved(conv, y[0]));
-            *reinterpret_cast<uint4*>(stream + k) = v[0];
-          }
-          *reinterpret_cast<uint4*>(x + k) = v[0];
-#pragma unroll
-          for (int e = 0; e + 1 < kAtOnce; ++e) v[e] = v[e + 1], y[e] = y[e + 1];
+      for (int k = threadIdx.x * 8; k < length; k += kThreads * 8)
+        *reinterpret_cast<uint4*>(x + k) = stream(after, i, first + k);
+      sync_block();
+      if (threadIdx.x < 32) {
+        const float sum = sum_of_squares(x, length);
+        if (lane() == 0) store_word(sums + unit, bit_cast<uint32_t>(sum));
+      }
+      const float r = inverse_rms(wait_squares(sums + i * kSegments), h, p_.eps);
+      const int t = i % static_cast<int>(p_.block), places = static_cast<int>(p_.places());
+      const int row = last ? i / static_cast<int>(p_.block) * places + t - 1 : i;
+      if (!last || (t >= 1 && t <= places)) {
+#pragma unroll 1
+        for (int k = threadIdx.x * 8; k < length; k += kThreads * 8) {
+          if (k >= kThreads * 8) w = gain(k);
+          const uint4 y = eight([&](int j, const uint4& value,
+                                    const uint4& gain) { return draft_norm(element(value, j), r, element(gain, j)); },
+                                *reinterpret_cast<const uint4*>(x + k), w);
+          store_operand(context ? s_.offsets.context : s_.offsets.normed.of(n), row, first + k, h, y);
         }
       }
-      const int t = i % static_cast<int>(p_.block), places = static_cast<int>(p_.places());
-      if (!last)
-        norm(i, weight, p_.group != 0);
-      else if (t >= 1 && t <= places)
-        norm(i / static_cast<int>(p_.block) * places + t - 1, weight, false);
-      else
-        sync_block();
+      sync_block();  // the region may be written again
     }
   }
 
-  // The sublayer's input between norm and GEMM.
+  // A sublayer's input between norm and GEMM.
   __device__ void convolve_input(bool mlp) {
-    const Taps before = taps(mlp ? layer().mlp : layer().attention, 0);
-    const int h = hidden();
+    const int n = 2 * l() + mlp, h = hidden();
+    const Taps before = taps(n, 0);
+    const auto* z = at<uint16_t>(s_.offsets.normed.of(n));
     for (int i = thread(); i < p_.rows() * h / 8; i += threads()) {
       const int row = i / (h / 8), k = i % (h / 8) * 8;
-      store_operand(0, row, k, h, convolved(before, window(before, at<uint16_t>(s_.offsets.h), row, k)));
+      const auto words = [&](int row) {
+        const auto* from = reinterpret_cast<const uint32_t*>(z + draft_operand_at(row, k, h));
+        return uint4{load_word(from), load_word(from + 2), load_word(from + 4), load_word(from + 6)};
+      };
+      store_operand(s_.offsets.convolved.of(n), row, k, h, convolve(before, row, k, words));
     }
   }
 
-  // Keys and values of the new tokens, of all layers, into the rings. A warp per row and head.
+  // Keys and values of the new tokens, of all layers, into the rings. Half a warp per row and head.
   __device__ void inject() {
     const int kv = static_cast<int>(p_.kv_heads), d = static_cast<int>(p_.head_dim), fed = static_cast<int>(p_.fed),
               layers = static_cast<int>(p_.layers), width = 2 * layers * kv * d;
-    for (int unit = warp(); unit < static_cast<int>(p_.batch) * fed * layers * kv; unit += warps()) {
+    const int units = static_cast<int>(p_.batch) * fed * layers * kv;
+#pragma unroll 1
+    for (int both = warp(); 2 * both < units; both += warps()) {
+      const int own = 2 * both + lane() / kLanes, unit = min(own, units - 1);
       const int head = unit % kv, l = unit / kv % layers, i = unit / (kv * layers), b = i / fed, t = i - b * fed;
       const int slots = static_cast<int>(p_.slots[l]), count = c_.count[b], position = c_.first[b] + t;
+      const uint16_t* key =
+          at<uint16_t>(s_.offsets.keys_values) + int64_t{i} * width + (2 * l * kv + head) * int64_t{d};
+      const uint16_t* finished = finish_head(key, c_.layer[l].k_norm, position);
       // Of more tokens than the ring holds only the last count.
-      if (t >= count || t < count - slots || position < 0) continue;
-      const uint16_t* key = at<uint16_t>(s_.offsets.projected) + int64_t{i} * width + (2 * l * kv + head) * d;
+      if (own >= units || t >= count || t < count - slots || position < 0) continue;
       const int64_t row = int64_t{b} * slots + position % slots;
-      uint16_t* finished = finish_head(key, c_.layer[l].k_norm, position);
-      for (int e = lane(); e < d; e += 32) {
-        c_.layer[l].ring_k[(row * kv + head) * d + e] = draft_finite(finished[e]);
-        c_.layer[l].ring_v[(row * kv + head) * d + e] = draft_finite(__ldcg(key + kv * d + e));
+      for (int e = 2 * (lane() % kLanes); e < d; e += 2 * kLanes) {
+        const uint32_t value = wait_word(key + kv * d + e);
+        const auto finite = [](uint16_t low, uint16_t high) {
+          return two_bf16(draft_finite(low), draft_finite(high));
+        };
+        *reinterpret_cast<uint32_t*>(c_.layer[l].ring_k + (row * kv + head) * d + e) =
+            finite(finished[e], finished[e + 1]);
+        *reinterpret_cast<uint32_t*>(c_.layer[l].ring_v + (row * kv + head) * d + e) =
+            finite(half_of(value, 0), half_of(value, 1));
       }
-      if (head == 0 && lane() == 0) c_.layer[l].ring_position[row] = position;
-      __syncwarp();
+      if (head == 0 && lane() % kLanes == 0) c_.layer[l].ring_position[row] = position;
     }
   }
 
-  // The block's queries and keys, normalised and turned in place.
+  // The block's queries and keys, normalised and turned. Half a warp each.
   __device__ void finish_heads() {
     const int q = static_cast<int>(p_.heads), all = q + static_cast<int>(p_.kv_heads),
               d = static_cast<int>(p_.head_dim), width = static_cast<int>(p_.q_columns() + 2 * p_.kv_columns());
-    for (int unit = warp(); unit < static_cast<int>(p_.rows()) * all; unit += warps()) {
+    const int units = static_cast<int>(p_.rows()) * all;
+#pragma unroll 1
+    for (int both = warp(); 2 * both < units; both += warps()) {
+      const int own = 2 * both + lane() / kLanes, unit = min(own, units - 1);
       const int i = unit / all, head = unit - i * all, b = i / static_cast<int>(p_.block);
-      uint16_t* x = at<uint16_t>(s_.offsets.projected) + int64_t{i} * width + head * d;
+      const uint16_t* x = at<uint16_t>(s_.offsets.projected.of(l())) + int64_t{i} * width + head * d;
       const uint16_t* finished = finish_head(x, head < q ? layer().q_norm : layer().k_norm,
                                              c_.lengths[b] + i - b * static_cast<int>(p_.block));
-      for (int e = lane(); e < d; e += 32) x[e] = finished[e];
-      __syncwarp();
+      if (own >= units) continue;
+      uint16_t* to = at<uint16_t>(s_.offsets.heads.of(l())) + int64_t{unit} * d;
+      for (int e = 2 * (lane() % kLanes); e < d; e += 2 * kLanes)
+        store_word(to + e, two_bf16(finished[e], finished[e + 1]));
     }
   }
 
  private:
-  static constexpr int kAtOnce = 2;  // pieces of a row that a thread has under way
-
   template <typename F>
   __device__ static uint4 eight(F f, const uint4& a, const uint4& b) {
     uint32_t word[4];
@@ -141,11 +140,37 @@ class DraftRows : public DraftPhases {
     return {word[0], word[1], word[2], word[3]};
   }
 
-  __device__ void store_operand(int which, int row, int k, int inner, const uint4& v) const {
-    auto* to = at<uint16_t>(s_.offsets.operand[which]);
-    auto* at =
-        reinterpret_cast<uint32_t*>(to + draft_operand_at(row, k, inner));  // of the first two; a lane is 8 bytes
-    at[0] = v.x, at[2] = v.y, at[4] = v.z, at[6] = v.w;
+  __device__ void store_operand(int64_t operand, int row, int k, int inner, const uint4& v) const {
+    auto* to = reinterpret_cast<uint32_t*>(at<uint16_t>(operand) + draft_operand_at(row, k, inner));
+    store_word(to, v.x), store_word(to + 2, v.y), store_word(to + 4, v.z), store_word(to + 6, v.w);  // a lane is 8 bytes
+  }
+
+  // Columns k to k + 7 of row i, whose norm it will be.
+  __device__ __forceinline__ uint4 stream(After after, int i, int k) {
+    const int h = hidden();
+    if (after == After::kFeatures) {
+      const uint16_t* from = at<uint16_t>(s_.offsets.fused) + int64_t{i} * h + k;
+      uint4 v = load_words(from);
+      wait_for(v, [from] { return load_words(from); });
+      return v;
+    }
+    auto* x = reinterpret_cast<uint4*>(at<uint16_t>(s_.offsets.x) + int64_t{i} * h + k);
+    uint4 v;
+    if (after == After::kNothing) {
+      const int b = i / static_cast<int>(p_.block);
+      const int token = min(max(c_.token[b], 0), static_cast<int>(p_.vocab) - 1);  // the target refuses what is none
+      const uint16_t* from = i % p_.block ? c_.mask : c_.embedding + int64_t{token} * h;
+      v = __ldg(reinterpret_cast<const uint4*>(from + k));
+    } else {
+      const int n = 2 * l() + (after == After::kMlp);
+      const uint4 own = __ldcg(x);  // this very thread has stored it
+      const auto* z = at<uint16_t>(s_.offsets.branch.of(n));
+      const uint4 branch = convolve(taps(n, 1), i, k, [&](int row) { return load_words(z + int64_t{row} * h + k); });
+      v = eight([&](int j, const uint4& a, const uint4& b) { return draft_add(element(a, j), element(b, j)); }, own,
+                branch);
+    }
+    *x = v;
+    return v;
   }
 
   // One of a sublayer's two convolutions, of its input (side 0) or its output.
@@ -153,104 +178,117 @@ class DraftRows : public DraftPhases {
     const uint16_t *base, *coefficients;
     int size, groups;  // of columns; 0 for DFlash
   };
-  __device__ Taps taps(const DraftConvolution& conv, int side) const {
+  __device__ Taps taps(int n, int side) const {
+    const DraftConvolution& conv = n % 2 ? c_.layer[n / 2].mlp : c_.layer[n / 2].attention;
     const int size = static_cast<int>(p_.group), groups = size ? hidden() / size : 0;
-    return {conv.base + side * 2 * hidden(), at<uint16_t>(s_.offsets.coefficients) + side * 2 * groups, size, groups};
+    return {conv.base + side * 2 * hidden(), at<uint16_t>(s_.offsets.coefficients.of(n)) + side * 2 * groups, size,
+            groups};
   }
 
-  // What a convolution makes the columns k to k + 7 of row i of z from. A convolution's groups may be of any size.
-  struct Window {
-    uint4 own, last, base_own, base_last, c_own, c_last;
-  };
-  __device__ Window window(const Taps& taps, const uint16_t* z, int i, int k) const {
-    const int h = hidden();
-    Window w{load_eight(z + i * h + k)};
-    if (taps.size == 0) return w;
-    if (i % static_cast<int>(p_.block)) w.last = load_eight(z + (i - 1) * h + k);
-    w.base_own = __ldg(reinterpret_cast<const uint4*>(taps.base + k));
-    w.base_last = __ldg(reinterpret_cast<const uint4*>(taps.base + h + k));
+  // What a convolution makes of the columns k to k + 7 of row i; as they are for DFlash. z(i): these columns as far as
+  // they have come. A convolution's groups may be of any size.
+  template <typename Rows>
+  __device__ __forceinline__ uint4 convolve(const Taps& taps, int i, int k, Rows z) {
+    const bool follows = taps.size && i % static_cast<int>(p_.block);
+    uint4 own = z(i), last = follows ? z(i - 1) : uint4{0, 0, 0, 0};
+    if (taps.size == 0) {
+      wait_for(own, [&] { return z(i); });
+      return own;
+    }
+    const uint4 base_own = __ldg(reinterpret_cast<const uint4*>(taps.base + k)),
+                base_last = __ldg(reinterpret_cast<const uint4*>(taps.base + hidden() + k));
     const uint16_t* c = taps.coefficients + i * 4 * taps.groups;
-    w.c_own = coefficients(c, k, taps.size), w.c_last = coefficients(c + taps.groups, k, taps.size);
-    return w;
-  }
-  // As they are for DFlash.
-  __device__ static uint4 convolved(const Taps& taps, const Window& w) {
-    if (taps.size == 0) return w.own;
-    return eight(
-        [&](int j, const uint4& x, const uint4& before) {
-          return draft_convolve(element(w.base_own, j), element(w.c_own, j), element(x, j), element(w.base_last, j),
-                                element(w.c_last, j), element(before, j));
-        },
-        w.own, w.last);
-  }
-
-  // Of the columns k to k + 7, of the groups from c on.
-  static __device__ uint4 coefficients(const uint16_t* c, int k, int size) {
-    if (size % 8) return uneven_coefficients(c, k, size);
-    const uint32_t one = __ldcg(c + k / size), two = one << 16 | one;
-    return {two, two, two, two};
-  }
-  static __device__ __noinline__ uint4 uneven_coefficients(const uint16_t* c, int k, int size) {
+    uint4 c_own, c_last;
+    if (taps.size % 8) {
+      c_own = uneven_coefficients(c, k, taps.size, 0), c_last = uneven_coefficients(c, k, taps.size, taps.groups);
+    } else {  // all eight columns have the same
+      const int at[2] = {k / taps.size, taps.groups + k / taps.size};
+      uint32_t word[2] = {load_word(c + (at[0] & ~1)), load_word(c + (at[1] & ~1))};
+      wait_for(word[0], [&] { return load_word(c + (at[0] & ~1)); });
+      wait_for(word[1], [&] { return load_word(c + (at[1] & ~1)); });
+      const uint32_t a = __byte_perm(word[0], 0, at[0] % 2 ? 0x3232 : 0x1010),
+                     b = __byte_perm(word[1], 0, at[1] % 2 ? 0x3232 : 0x1010);
+      c_own = {a, a, a, a}, c_last = {b, b, b, b};
+    }
+    wait_for(own, [&] { return z(i); });
+    wait_for(last, [&] { return z(i - 1); });
     uint32_t word[4];
 #pragma unroll
-    for (int j = 0; j < 4; ++j) word[j] = two_bf16(__ldcg(c + (k + 2 * j) / size), __ldcg(c + (k + 2 * j + 1) / size));
+    for (int w = 0; w < 4; ++w) {
+      uint16_t y[2];
+#pragma unroll
+      for (int e = 0; e < 2; ++e) {
+        const int j = 2 * w + e;
+        y[e] = draft_convolve(element(base_own, j), element(c_own, j), element(own, j), element(base_last, j),
+                              element(c_last, j), element(last, j));
+      }
+      word[w] = two_bf16(y[0], y[1]);
+    }
     return {word[0], word[1], word[2], word[3]};
   }
 
-  // The row in the region, normed, as row i of operand 0; `keep`: and as row i of h.
-  __device__ void norm(int i, const uint16_t* weight, bool keep) {
-    const int h = hidden(), length = h / kSegments, lane16 = lane() % kLanes, segment = threadIdx.x / 32;
-    const auto* x = reinterpret_cast<const uint16_t*>(s_.region);
-    uint4 w[kAtOnce];
-    const auto gains = [&](int first) {
-#pragma unroll
-      for (int e = 0; e < kAtOnce; ++e)
-        w[e] = __ldg(reinterpret_cast<const uint4*>(weight + min(first + e * kThreads * 8, h - 8)));
+  // Of the columns k to k + 7; of a row's, the groups from `first` on.
+  static __device__ __noinline__ uint4 uneven_coefficients(const uint16_t* c, int k, int size, int first) {
+    DraftRows rows(draft_shared());
+    const auto coefficient = [&](int k) {
+      const int at = first + k / size;
+      return half_of(rows.wait_word(c + (at & ~1)), at & 1);
     };
-    gains(min(static_cast<int>(threadIdx.x) * 8, h - 8));  // on their way while the squares are added
-    sync_block();
+    uint4 v{};
+#pragma unroll 1
+    for (int j = 0; j < 8; j += 2) v = {v.y, v.z, v.w, two_bf16(coefficient(k + j), coefficient(k + j + 1))};
+    return v;
+  }
+
+  // Of a segment in shared memory, by one warp.
+  __device__ float sum_of_squares(const uint16_t* x, int length) const {
     float sum = 0.0f;
     if (lane() < kLanes) {
 #pragma unroll 8
-      for (int k = lane16; k < length; k += kLanes) {
-        const float value = from_bf16(x[segment * length + k]);
+      for (int k = lane(); k < length; k += kLanes) {
+        const float value = from_bf16(x[k]);
         sum = fma1(value, value, sum);
       }
     }
-    sum = fold_warp(sum);
-    if (lane() == 0) s_.partial[segment] = sum;
-    sync_block();
-    const float r = inverse_rms(tree8(s_.partial), h, p_.eps);
-#pragma unroll 1
-    for (int k = threadIdx.x * 8, e = 0; k < h; k += kThreads * 8, ++e) {
-      if (e == kAtOnce) gains(k), e = 0;
-      const uint4 y = eight([&](int j, const uint4& value,
-                                const uint4& gain) { return draft_norm(element(value, j), r, element(gain, j)); },
-                            *reinterpret_cast<const uint4*>(x + k), w[0]);
-      if (keep) *reinterpret_cast<uint4*>(at<uint16_t>(s_.offsets.h) + i * h + k) = y;
-      store_operand(0, i, k, h, y);
-#pragma unroll
-      for (int n = 0; n + 1 < kAtOnce; ++n) w[n] = w[n + 1];
-    }
-    sync_block();  // the region may be written again
+    return fold_warp(sum);
+  }
+  __device__ float wait_squares(const uint32_t* sums) {
+    uint4 low = load_words(sums), high = load_words(sums + 4);
+    wait_for(low, [sums] { return load_words(sums); });
+    wait_for(high, [sums] { return load_words(sums + 4); });
+    const float s[kSegments] = {bits32(low.x),  bits32(low.y),  bits32(low.z),  bits32(low.w),
+                                bits32(high.x), bits32(high.y), bits32(high.z), bits32(high.w)};
+    return tree8(s);
   }
 
-  // One head by a warp, into the warp's own part of the region.
-  __device__ uint16_t* finish_head(const uint16_t* x, const uint16_t* weight, int position) {
+  // One head by half a warp, into its own part of the region. All lanes come here.
+  __device__ const uint16_t* finish_head(const uint16_t* x, const uint16_t* weight, int position) {
     const int d = static_cast<int>(p_.head_dim), half = d / 2, j = lane() % kLanes;
-    auto* out = reinterpret_cast<uint16_t*>(s_.region) + threadIdx.x / 32 * kMaxDraftHeadDim;
+    auto* out = reinterpret_cast<uint16_t*>(s_.region) + threadIdx.x / kLanes * kMaxDraftHeadDim;
+    __syncwarp();  // what the part held has been read
+    static_assert(8 * kLanes >= kMaxDraftHeadDim, "eight elements a lane");
+    if (8 * j < d) {
+      uint4 v = load_words(x + 8 * j);
+      wait_for(v, [&] { return load_words(x + 8 * j); });
+      *reinterpret_cast<uint4*>(out + 8 * j) = v;
+    }
+    __syncwarp();
     float sum = 0.0f;
+#pragma unroll 8
     for (int e = j; e < d; e += kLanes) {
-      const float value = from_bf16(__ldcg(x + e));
+      const float value = from_bf16(out[e]);
       sum = fma1(value, value, sum);
     }
     const float r = inverse_rms(fold_warp(sum), d, p_.eps);
-    for (int e = lane(); e < d; e += 32) out[e] = draft_norm(__ldcg(x + e), r, __ldg(weight + e));
-    __syncwarp();
-    for (int e = lane(); e < half; e += 32) {
+    __syncwarp();  // all have read theirs
+#pragma unroll 1
+    for (int e = j; e < half; e += kLanes) {
+      uint16_t low = draft_norm(out[e], r, __ldg(weight + e)),
+               high = draft_norm(out[e + half], r, __ldg(weight + e + half));
       float cosine, sine;
       cos_sin(static_cast<float>(position) * __ldg(c_.frequencies + e), &cosine, &sine);
-      draft_rotate(cosine, sine, out + e, out + e + half);
+      draft_rotate(cosine, sine, &low, &high);
+      out[e] = low, out[e + half] = high;
     }
     __syncwarp();
     return out;

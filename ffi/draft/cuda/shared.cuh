@@ -10,7 +10,7 @@
 
 namespace muse {
 
-constexpr int kDraftSlots = 3;   // of a warp's weight ring
+constexpr int kDraftSlots = 2;   // of a warp's weight ring
 constexpr int kDraftGroups = 4;  // 16-row groups of weights that a warp multiplies at once
 constexpr int kDraftStep = 64;   // k of a slot
 constexpr int kDraftPieceBytes = 16 * kDraftStep * 2, kDraftSlotBytes = kDraftGroups * kDraftPieceBytes;
@@ -28,7 +28,8 @@ enum class DraftOutput : int32_t { kBf16, kSwiglu, kHead };
 
 // A GEMM over the same operand: matrices one after the other, or two of them group by group (gate, up).
 struct DraftJob {
-  int32_t first, groups, inner, tokens, operand;
+  int64_t operand;
+  int32_t first, groups, inner, tokens;
   DraftOutput output;
 };
 
@@ -61,6 +62,24 @@ struct DraftShared {
 
 extern __shared__ __align__(128) unsigned char draft_memory[];
 __device__ __forceinline__ DraftShared& draft_shared() { return *reinterpret_cast<DraftShared*>(draft_memory); }
+
+// Words that are their own flags (workspace.h): until a word has come, all its bits are set, which is a NaN, as two bf16
+// numbers or as an fp32 one, that no arithmetic makes.
+constexpr uint32_t kUnset = ~0u;
+__device__ __forceinline__ uint32_t to_word(uint32_t data) { return data == kUnset ? 0x7FFF7FFFu : data; }
+__device__ __forceinline__ bool is_set(uint32_t word) { return word != kUnset; }
+__device__ __forceinline__ bool is_set(const uint4& v) {
+  return is_set(v.x) && is_set(v.y) && is_set(v.z) && is_set(v.w);
+}
+__device__ __forceinline__ uint32_t load_word(const void* p) {
+  return ptx::load_relaxed_gpu(static_cast<const uint32_t*>(p));
+}
+__device__ __forceinline__ uint4 load_words(const void* p) {
+  return ptx::load_relaxed_gpu_v4(static_cast<const uint32_t*>(p));
+}
+__device__ __forceinline__ void store_word(void* p, uint32_t data) {
+  ptx::store_relaxed_gpu(static_cast<uint32_t*>(p), to_word(data));
+}
 
 // Where two numbers, of row i and columns k (even) and k + 1, lie in a GEMM's operand: the order in which lanes hold
 // the B operand of mma.m16n8k16, a tile of eight rows after the other.
@@ -103,6 +122,22 @@ class DraftPhases {
   __device__ int hidden() const { return static_cast<int>(p_.hidden); }
   __device__ int l() const { return static_cast<int>(s_.place.layer); }
   __device__ const DraftLayer& layer() const { return c_.layer[l()]; }
+
+  // `v`, which `load` has read, again and again until it is there.
+  template <typename T, typename Load>
+  __device__ __forceinline__ void wait_for(T& v, Load load) {
+    const auto look = [&] {
+      if (is_set(v)) return -1;
+      v = load();
+      return 0;
+    };
+    wait_until(s_.place, Phase::kHead, kBarrierGrace, look, [](int) { return 0u; });
+  }
+  __device__ __forceinline__ uint32_t wait_word(const void* p) {
+    uint32_t v = load_word(p);
+    wait_for(v, [p] { return load_word(p); });
+    return v;
+  }
 
   const DraftCall& c_;
   const DraftPlan& p_;

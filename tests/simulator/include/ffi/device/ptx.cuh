@@ -3,6 +3,7 @@
 
 #include <cuda_runtime.h>
 
+#include <algorithm>
 #include <chrono>
 
 #include "ffi/numerics/formats.h"
@@ -42,12 +43,19 @@ inline void load_relaxed_gpu_v2(const uint64_t* p, uint64_t (&v)[2]) {
   v[0] = load_relaxed_sys(p), v[1] = load_relaxed_sys(p + 1);
 }
 inline void load_relaxed_sys_v2(const uint64_t* p, uint64_t (&v)[2]) { load_relaxed_gpu_v2(p, v); }
+// Whole operands are loaded so: others get their turn when a wait looks at the time.
+inline uint32_t load_relaxed_gpu(const uint32_t* p) { return __atomic_load_n(p, __ATOMIC_SEQ_CST); }
+inline uint2 load_relaxed_gpu_v2(const uint32_t* p) { return {load_relaxed_gpu(p), load_relaxed_gpu(p + 1)}; }
+inline uint4 load_relaxed_gpu_v4(const uint32_t* p) {
+  return {load_relaxed_gpu(p), load_relaxed_gpu(p + 1), load_relaxed_gpu(p + 2), load_relaxed_gpu(p + 3)};
+}
 inline uint32_t load_acquire_gpu(const uint32_t* p) { return load_relaxed_sys(p); }
 template <typename T>
 void store_relaxed_sys(T* p, T v) {
   __atomic_store_n(p, v, __ATOMIC_SEQ_CST);
   simulator::moved();
 }
+inline void store_relaxed_gpu(uint32_t* p, uint32_t v) { store_relaxed_sys(p, v); }
 inline void store_relaxed_gpu_v2(uint64_t* p, uint64_t first, uint64_t second) {
   store_relaxed_sys(p, first), store_relaxed_sys(p + 1, second);
 }
@@ -152,8 +160,15 @@ void mma(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
       }
       for (int j = 0; j < 4; ++j) sums[g + 8 * (j >> 1)][2 * t + (j & 1)] = v.d[j];
     }
-    for (int i = 0; i < 16; ++i)
-      for (int n = 0; n < 8; ++n) sums[i][n] = fsum16(sums[i][n], rows[i], columns[n], kOperand);
+    // Kernels multiply by zeros where nothing is: a finite sum then stays what it is.
+    const auto is_zero = [](const uint16_t(&x)[16]) { return std::all_of(x, x + 16, [](uint16_t e) { return e == 0; }); };
+    const auto is_finite = [](const uint16_t(&x)[16]) { return std::all_of(x, x + 16, bf16_finite); };
+    for (int n = 0; n < 8; ++n) {
+      const bool zero = kOperand == Operand::kBf16 && is_zero(columns[n]);
+      for (int i = 0; i < 16; ++i)
+        if (!zero || sums[i][n] - sums[i][n] != 0.0f || sums[i][n] == 0.0f || !is_finite(rows[i]))
+          sums[i][n] = fsum16(sums[i][n], rows[i], columns[n], kOperand);
+    }
     for (int lane = 0; lane < 32; ++lane) {
       MmaOut own;
       for (int j = 0; j < 4; ++j) own.d[j] = sums[lane / 4 + 8 * (j >> 1)][lane % 4 * 2 + (j & 1)];
