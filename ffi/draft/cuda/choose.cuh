@@ -15,21 +15,23 @@ class DraftBest {
   };
   __device__ explicit DraftBest(List& list) : list_(list) {}
 
-  // Keys of each lane, 0 for none. Of the lanes' largest, `count` are not below the least of these: most keys are, and
-  // the others are put into their order together with the best so far.
+  // Keys of each lane, 0 for none. Most are below the least of the best so far, or, the first time, of the `count`
+  // largest of the lanes' largest; the others are put into their order together with the best so far.
   __device__ void offer(const uint64_t (&key)[kAtOnce], int count) {
     const int lane = threadIdx.x % 32;
-    uint32_t largest = 0;
+    auto least = static_cast<uint32_t>(__shfl_sync(~0u, mine_, count - 1) >> 32);
+    if (least == 0) {
+      uint32_t largest = 0;
 #pragma unroll
-    for (int e = 0; e < kAtOnce; ++e) largest = max(largest, static_cast<uint32_t>(key[e] >> 32));
-    int ahead = 0;
+      for (int e = 0; e < kAtOnce; ++e) largest = max(largest, static_cast<uint32_t>(key[e] >> 32));
+      int ahead = 0;
 #pragma unroll 8
-    for (int other = 0; other < 32; ++other) {
-      const uint32_t theirs = __shfl_sync(~0u, largest, other);
-      ahead += theirs > largest || (theirs == largest && other < lane);
+      for (int other = 0; other < 32; ++other) {
+        const uint32_t theirs = __shfl_sync(~0u, largest, other);
+        ahead += theirs > largest || (theirs == largest && other < lane);
+      }
+      least = __shfl_sync(~0u, largest, __ffs(static_cast<int>(__ballot_sync(~0u, ahead == count - 1))) - 1);
     }
-    const uint32_t least =
-        __shfl_sync(~0u, largest, __ffs(static_cast<int>(__ballot_sync(~0u, ahead == count - 1))) - 1);
     int found = 0;
     const auto keep = [&](uint64_t own, bool good) {
       const uint32_t all = __ballot_sync(~0u, good);

@@ -72,8 +72,8 @@ __device__ __noinline__ void next_draft_batch() {
   __syncwarp();
 }
 
-// Adds the segments' sums of at most two groups, [segment][2 groups][16 rows][16 tokens], and stores: two neighbouring
-// rows' results are a word.
+// Adds the segments' sums of a batch's groups, [segment][group][16 rows][16 tokens], and stores: two neighbouring rows'
+// results are a word.
 __device__ __noinline__ void store_draft_groups(int pass, int group, int count) {
   const DraftShared& s = draft_shared();
   const DraftJob& job = s.table[s.job];
@@ -83,15 +83,18 @@ __device__ __noinline__ void store_draft_groups(int pass, int group, int count) 
   const auto total = [&](int j) {
     float segment[kSegments];
 #pragma unroll
-    for (int r = 0; r < kSegments; ++r) segment[r] = sums[((r * 2 + j) * 16 + row) * 16 + token];
+    for (int r = 0; r < kSegments; ++r) segment[r] = sums[((r * kDraftGroups + j) * 16 + row) * 16 + token];
     return tree8(segment);
   };
   const auto with_next = [](uint16_t own) { return two_bf16(own, __shfl_down_sync(~0u, static_cast<uint32_t>(own), 1)); };
   if (job.output == DraftOutput::kSwiglu) {
-    const uint32_t two = with_next(draft_swiglu(to_bf16(total(0)), to_bf16(total(1))));
     auto* to = static_cast<uint16_t*>(s.matrix[job.first].out);
-    if (there && row % 2 == 0)
-      store_word(to + draft_operand_at(i, group / 2 * 16 + row, static_cast<int>(s.call.plan.inner)), two);
+#pragma unroll 1
+    for (int j = 0; j < count; j += 2) {
+      const uint32_t two = with_next(draft_swiglu(to_bf16(total(j)), to_bf16(total(j + 1))));
+      if (there && row % 2 == 0)
+        store_word(to + draft_operand_at(i, (group + j) / 2 * 16 + row, static_cast<int>(s.call.plan.inner)), two);
+    }
     return;
   }
 #pragma unroll 1
@@ -307,25 +310,22 @@ class DraftGemm : public DraftPhases {
     return group;
   }
 
-  // Two groups' sums at a time into the region, for those who add and store.
+  // A batch's sums into the region, for those who add and store.
   template <int kGroups>
   __device__ void finish(int pass, int group, int count, const Accumulators<kGroups>& acc) {
     auto* sums = reinterpret_cast<float*>(s_.region);
     const int g = lane() / 4, t = lane() % 4;
 #pragma unroll
-    for (int j0 = 0; j0 < kGroups; j0 += 2) {
+    for (int j = 0; j < kGroups; ++j)
 #pragma unroll
-      for (int j = 0; j < 2 && j0 + j < kGroups; ++j)
+      for (int b = 0; b < 2; ++b)
 #pragma unroll
-        for (int b = 0; b < 2; ++b)
-#pragma unroll
-          for (int r = 0; r < 2; ++r)
-            *reinterpret_cast<float2*>(sums + ((segment() * 2 + j) * 16 + g + 8 * r) * 16 + 8 * b + 2 * t) = {
-                acc[j0 + j][b][2 * r], acc[j0 + j][b][2 * r + 1]};
-      sync_block();
-      store_draft_groups(pass, group + j0, min(2, count - j0));
-      sync_block();
-    }
+        for (int r = 0; r < 2; ++r)
+          *reinterpret_cast<float2*>(sums + ((segment() * kDraftGroups + j) * 16 + g + 8 * r) * 16 + 8 * b + 2 * t) = {
+              acc[j][b][2 * r], acc[j][b][2 * r + 1]};
+    sync_block();
+    store_draft_groups(pass, group, count);
+    sync_block();
   }
 
   uint64_t policy_;

@@ -15,7 +15,7 @@ constexpr int kDraftGroups = 4;  // 16-row groups of weights that a warp multipl
 constexpr int kDraftStep = 64;   // k of a slot
 constexpr int kDraftPieceBytes = 16 * kDraftStep * 2, kDraftSlotBytes = kDraftGroups * kDraftPieceBytes;
 constexpr int kDraftRingBytes = kWarps * kDraftSlots * kDraftSlotBytes;
-constexpr int kDraftRegionBytes = 16384;  // at least, what phases use in turn
+constexpr int kDraftRegionBytes = kWarps * kDraftGroups * 16 * 16 * 4;  // at least, what phases use in turn: sums
 
 // One weight matrix [rows, inner] of a GEMM, and where its outputs go.
 struct DraftMatrix {
