@@ -167,8 +167,8 @@ class DraftGemm : public DraftPhases {
   }
 
   // One slot of weights, in a copy group of its own, empty at the end of all jobs. A slot holds four pieces, tiles of
-  // 16 rows and 64 k: a step of each of four groups, or the next two of each of two, or four of one. Eight lanes take
-  // the 128 bytes of a row.
+  // 16 rows and 64 k: the next two steps of two groups, of four groups in turn of the first two and the others, or four
+  // of one. Eight lanes take 128 bytes of a row, and the row's next 128 follow at once: memory gives 256 together.
   __device__ __forceinline__ void fetch() {
     if (count_ > 0) {
       const uint32_t to = slot_address(fetched_);
@@ -176,10 +176,12 @@ class DraftGemm : public DraftPhases {
       const DraftCursor& batch = cursor();  // not in registers, of which products need all
 #pragma unroll 1
       for (int j = 0; j < kDraftGroups; ++j) {
-        const int k = (step_ + (count_ == 1 ? j : count_ == 2 ? j / 2 : 0)) * kDraftStep + part * 8;
-        const bool inside = k < length_ && (j < 3 || count_ != 3);
-        const uint16_t* from = batch.w[j] + segment() * length_ + (inside ? k : 0);
-        const int rows = batch.rows[j];
+        // Of four groups step_ counts slots.
+        const int which = count_ > 2 ? step_ % 2 * 2 + j % 2 : j;
+        const int k = (count_ == 1 ? step_ + j : count_ == 2 ? step_ + j / 2 : step_ / 2 * 2 + j / 2) * kDraftStep + part * 8;
+        const bool inside = k < length_ && (which < 3 || count_ != 3);
+        const uint16_t* from = batch.w[which] + segment() * length_ + (inside ? k : 0);
+        const int rows = batch.rows[which];
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
           const int row = 4 * i + lane() / 8;
@@ -189,7 +191,7 @@ class DraftGemm : public DraftPhases {
         }
       }
       step_ += draft_steps(count_);
-      if (step_ * kDraftStep >= length_) {
+      if (step_ * kDraftStep >= length_ && (count_ <= 2 || step_ % 2 == 0)) {
         next_draft_batch();
         step_ = 0;
         aim();
@@ -222,7 +224,8 @@ class DraftGemm : public DraftPhases {
   // without branches is scheduled better.
   template <int kGroups>
   __device__ int multiply(const DraftJob& job, int pass, int group, Range groups) {
-    constexpr int kSteps = kDraftGroups / kGroups, kBlocks = kSteps * kDraftStep / 16;  // of a slot
+    // Groups of a slot; blocks of a slot, or of the two that four groups take; rounds of blocks.
+    constexpr int kInSlot = kGroups == 1 ? 1 : 2, kBlocks = kDraftGroups / kInSlot * kDraftStep / 16;
     constexpr int kAtOnce = 4, kRounds = kBlocks / kAtOnce;
     const int length = job.inner / kSegments, blocks = length / 16;
     const int tokens_left = job.tokens - pass * static_cast<int>(kDraftTokens);
@@ -271,37 +274,40 @@ class DraftGemm : public DraftPhases {
       Accumulators<kGroups> acc = {};
 #pragma unroll 1
       for (int block = 0; block < blocks; block += kBlocks) {
-        // Lanes 8 i to 8 i + 7 give the rows of matrix i: rows 0 to 7 and 8 to 15 of eight k, then of the next eight.
-        const uint32_t from = slot_address(slot_) + tile_offset(lane() % 16, lane() / 16);
         // Behind the last slot the next batch's, where there may be one.
         const int next = kGroups < kDraftGroups || block + kBlocks < blocks ? block + kBlocks : 0;
         if (first) wait(block);
-        ptx::wait_copies<kDraftSlots - 1>();
-        __syncwarp();  // of all lanes
+        uint2 tokens[kRounds][kAtOnce][2];
 #pragma unroll
         for (int n = 0; n < kRounds; ++n) {
-          uint2 tokens[kAtOnce][2];
 #pragma unroll
-          for (int e = 0; e < kAtOnce; ++e) tokens[e][0] = ahead[n][e][0], tokens[e][1] = ahead[n][e][1];
+          for (int e = 0; e < kAtOnce; ++e) tokens[n][e][0] = ahead[n][e][0], tokens[n][e][1] = ahead[n][e][1];
           load(next + n * kAtOnce, ahead[n]);
+        }
 #pragma unroll
-          for (int e = 0; e < kAtOnce; ++e) {
-            const int b = n * kAtOnce + e;
-            uint32_t a[kGroups][4];
+        for (int begin = 0; begin < kGroups; begin += kInSlot) {
+          ptx::wait_copies<kDraftSlots - 1>();
+          __syncwarp();  // of all lanes
+          // Lanes 8 i to 8 i + 7 give the rows of matrix i: rows 0 to 7 and 8 to 15 of eight k, then of the next eight.
+          const uint32_t from = slot_address(slot_) + tile_offset(lane() % 16, lane() / 16);
 #pragma unroll
-            for (int j = 0; j < kGroups; ++j)
-              ptx::ldmatrix_x4(a[j], (from + (b / 4 * kGroups + j) * kDraftPieceBytes) ^ (b % 4 * 32));
+          for (int b = 0; b < kBlocks; ++b) {
+            uint32_t a[kInSlot][4];
+#pragma unroll
+            for (int j = 0; j < kInSlot; ++j)
+              ptx::ldmatrix_x4(a[j], (from + (b / 4 * kInSlot + j) * kDraftPieceBytes) ^ (b % 4 * 32));
 #pragma unroll
             for (int t = 0; t < 2; ++t) {
-              const uint32_t two[2] = {tokens[e][t].x, tokens[e][t].y};
+              const uint2& x = tokens[b / kAtOnce][b % kAtOnce][t];
+              const uint32_t two[2] = {x.x, x.y};
 #pragma unroll
-              for (int j = 0; j < kGroups; ++j) ptx::mma_bf16(acc[j][t], a[j], two);
+              for (int j = 0; j < kInSlot; ++j) ptx::mma_bf16(acc[begin + j][t], a[j], two);
             }
           }
+          if (++slot_ == kDraftSlots) slot_ = 0;
+          __syncwarp();  // the slot has been read
+          fetch();
         }
-        if (++slot_ == kDraftSlots) slot_ = 0;
-        __syncwarp();  // the slot has been read
-        fetch();
       }
       finish<kGroups>(pass, group, count, acc);
       group += count, first = false;
