@@ -88,6 +88,9 @@ __device__ __forceinline__ void store_relaxed_gpu(uint32_t* p, uint32_t v) {
 __device__ __forceinline__ void store_relaxed_gpu_v2(uint64_t* p, uint64_t first, uint64_t second) {
   asm volatile("st.relaxed.gpu.global.v2.u64 [%0], {%1, %2};" ::"l"(p), "l"(first), "l"(second) : "memory");
 }
+__device__ __forceinline__ void add_relaxed_gpu(uint32_t* p) {
+  asm volatile("red.relaxed.gpu.global.add.u32 [%0], 1;" ::"l"(p) : "memory");
+}
 __device__ __forceinline__ void add_release_gpu(uint32_t* p) {
   asm volatile("red.release.gpu.global.add.u32 [%0], 1;" ::"l"(p) : "memory");
 }

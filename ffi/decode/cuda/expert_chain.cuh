@@ -20,30 +20,17 @@ using TokenOperand = uint32_t[kBlocks][2];
 constexpr int kSpanBlocks = 32;
 static_assert(kPanelBlocks == kSlotTiles);
 
-// The lane's registers of the blocks from `row` (column g's) on; blocks past `count` become zeros. t = lane % 4.
-template <int kBlocks>
-__device__ __forceinline__ void load_tokens(const uint16_t* row, int count, int t, TokenOperand<kBlocks>& x) {
-  const uint4* from = reinterpret_cast<const uint4*>(row) + t;
-#pragma unroll
-  for (int b = 0; b < kBlocks; b += 2) {
-    const uint4 two = b < count ? __ldcg(from + b * 2) : uint4{0, 0, 0, 0};
-    x[b][0] = two.x, x[b][1] = two.y, x[b + 1][0] = two.z, x[b + 1][1] = two.w;
-  }
+// Codes as they travel: of numbers 2t, 2t+1, 2t+8 and 2t+9 of a 16-block, in a word with the block's scale. The first
+// two stand where fp16 has them (below), the others three bits lower, and the scale's nibbles at the halves' ends.
+__device__ __forceinline__ uint32_t code_bits(uint32_t code, int j) {  // of number j
+  return ((code & 7u) << 9 | code >> 3 << 15) >> (j / 8 * 3) << (j % 2 * 16);
 }
-
-// Hidden codes as they travel: of numbers 2t, 2t+1, 2t+8 and 2t+9 of a 16-block, in a word with the block's scale. The
-// first two stand where fp16 has them (below), the others three bits lower, and the scale's nibbles at the halves'
-// ends. Lane j % 16 gives number j's code and gets the word of t = j % 8 / 2; all lanes of the warp come here.
-__device__ __forceinline__ uint32_t hidden_codes(uint32_t code, uint8_t scale) {
-  const int j = thread_index() % 16;
-  uint32_t word = ((code & 7u) << 9 | code >> 3 << 15) >> (j / 8 * 3) << (j % 2 * 16);
-  word |= __shfl_xor_sync(~0u, word, 1);
-  word |= __shfl_xor_sync(~0u, word, 8);
-  return word | (scale & 0xFu) | static_cast<uint32_t>(scale >> 4) << 16;
+__device__ __forceinline__ uint32_t scale_bits(uint8_t scale) {
+  return (scale & 0xFu) | static_cast<uint32_t>(scale >> 4) << 16;
 }
 
 // And what they stand for, exact in fp16: both registers.
-__device__ __forceinline__ void hidden_numbers(uint32_t word, uint32_t (&x)[2]) {
+__device__ __forceinline__ void code_numbers(uint32_t word, uint32_t (&x)[2]) {
   constexpr uint32_t kMask = 0x8E008E00u;
   const uint32_t scale = (word & 0xFu) | (word >> 12 & 0xF0u);
   const auto scales = bit_cast<__half2>(ptx::halves_from_e4m3x2(static_cast<uint16_t>(scale * 0x101u)));
@@ -55,10 +42,10 @@ __device__ __forceinline__ void hidden_numbers(uint32_t word, uint32_t (&x)[2]) 
   x[1] = number(word << 3 & kMask);
 }
 
-// The lane's registers of the blocks from `first` on of a segment of a hidden row that has come; it has `count` blocks,
-// the others become zeros.
+// The lane's registers of the blocks from `first` on of a segment of a row (column g's) that has come; it has `count`
+// blocks, the others become zeros. t = lane % 4.
 template <ExpertKind kKind, int kBlocks>
-__device__ __forceinline__ void load_hidden(const uint64_t* row, int first, int count, int t,
+__device__ __forceinline__ void load_tokens(const uint64_t* row, int first, int count, int t,
                                             TokenOperand<kBlocks>& x) {
   constexpr int kPieceBlocks = kKind == ExpertKind::kW4A4 ? 2 : 1;
   const uint4* from = reinterpret_cast<const uint4*>(row + first / kPieceBlocks * kPieceWords) + t;
@@ -66,8 +53,8 @@ __device__ __forceinline__ void load_hidden(const uint64_t* row, int first, int 
   for (int b = 0; b < kBlocks; b += kPieceBlocks) {
     const uint4 two = first + b < count ? __ldcg(from + b / kPieceBlocks * (kPieceWords / 2)) : uint4{0, 0, 0, 0};
     if constexpr (kKind == ExpertKind::kW4A4) {
-      hidden_numbers(two.x, x[b]);
-      hidden_numbers(first + b + 1 < count ? two.z : 0u, x[b + 1]);
+      code_numbers(two.x, x[b]);
+      code_numbers(first + b + 1 < count ? two.z : 0u, x[b + 1]);
     } else {
       x[b][0] = two.x, x[b][1] = two.z;
     }

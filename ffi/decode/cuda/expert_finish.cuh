@@ -57,6 +57,10 @@ class ExpertFinish : public RouterSteps {
   // An expert GEMM's units, round robin; false: the block is leaving. `first`: the number of the first in the queue.
   __device__ bool finish_units(bool second, uint32_t& first) {
     if (!units_.wait_begin(second, ring_)) return false;
+    if (second) {  // before the first output: R
+      if (thread_index() % 32 == 0) wait_arrived(place_, Phase::kExperts);
+      __syncwarp();
+    }
     const Range units = own_units();
 #pragma unroll 1
     for (int i = thread_index() / 32 - kFirstFinisher; i < units.end - units.begin; i += kFinishers)
@@ -119,7 +123,10 @@ class ExpertFinish : public RouterSteps {
       return;
     }
     const Quantized q = quantize_lane(m, __ldg(a_.shared.input_scales + 2 * layer() + 1));
-    const uint32_t word = hidden_codes(q.code, q.scale);
+    uint32_t word = code_bits(q.code, j);
+    word |= __shfl_xor_sync(~0u, word, 1);
+    word |= __shfl_xor_sync(~0u, word, 8);
+    word |= scale_bits(q.scale);
     if (!present) return;
     const int at = hidden_words(pair) + group / 2 * kPieceWords + 2 * t + group % 2;
 #pragma unroll

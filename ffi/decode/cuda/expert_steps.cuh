@@ -10,16 +10,22 @@ class ExpertSteps : public ExpertFinish {
   using ExpertFinish::ExpertFinish;
 
   // Pairs by expert, and slices, in shared memory: by every block for itself, all with the same result, because blocks
-  // share out the slices. A thread counts who comes before its pair.
-  __device__ void group_pairs() {
+  // share out the slices. A thread counts who comes before its pair. False: somebody gave up.
+  __device__ bool group_pairs() {
     const int pairs = rows() * top_k();
     int32_t* key = region<int32_t>();                       // expert, then pair; filled up to whole quads
     uint32_t* starts = region<uint32_t>() + kMaxPairs + 4;  // a bit per pair in its new place: a slice starts there
     if (const int w = thread_index(); w < kMaxPairs / 32) starts[w] = 0;
 #pragma unroll 1
-    for (int j = thread_index(); j < pairs + 4; j += kThreads)
-      key[j] = j < pairs ? __ldcg(mine<int32_t>(w_.router_experts) + j) << kMaxPairsLog2 | j : INT32_MAX;
-    sync_block();
+    for (int j = thread_index(); j < pairs + 4; j += kThreads) {
+      uint32_t expert[1] = {};
+      if (j < pairs)
+        wait(
+            Phase::kExperts, [&](int) { return mine<uint64_t>(w_.router_experts) + j; }, [&](int) { return me(); },
+            expert, kBarrierGrace);
+      key[j] = j < pairs ? static_cast<int>(expert[0]) << kMaxPairsLog2 | j : INT32_MAX;
+    }
+    if (!all_alive()) return false;
 #pragma unroll 1
     for (int j = thread_index(); j < pairs; j += kThreads) {
       const int own = key[j], first = own & ~static_cast<int>(kMaxPairs - 1);  // the expert's
@@ -52,19 +58,18 @@ class ExpertSteps : public ExpertFinish {
       s_.expert_units[i] =
           part(s_.slices * s_.jobs.experts[p_.kind[layer()].nvfp4][i].groups, place_.index, place_.size);
     sync_block();
+    return true;
   }
 
-  // The calling warp's segment of a pair's row, the first GEMM's operand.
-  __device__ const uint16_t* token_row(int pair) const {
-    const int row = expert_row(moe_hidden());
-    return mine<uint16_t>(w_.x) + pair / top_k() * row + thread_index() / 32 * (row / kSegments);
+  // The calling warp's segment of a pair's row, the first GEMM's operand, and of its hidden row, the second's: what the
+  // rank of the warp's number sent. A lane's words begin at 2 t.
+  __device__ const uint64_t* token_row(int pair) const {
+    const int warp = thread_index() / 32;
+    return mine<uint64_t>(w_.x) + (pair / top_k() * kSegments + warp) * segment_words();
   }
-
-  // The calling warp's segment of a pair's hidden row, the second GEMM's operand: what the rank of that number sent. A
-  // lane's words begin at 2 t.
   __device__ const uint64_t* hidden_row(int pair) const {
-    const int source = thread_index() / 32;
-    return slots_from(source, w_.hidden, hidden_words(kMaxRows * top_k())) + hidden_words(pair);
+    const int warp = thread_index() / 32;
+    return slots_from(warp, w_.hidden, hidden_words(kMaxRows * top_k())) + hidden_words(pair);
   }
 
   // The pair of a slice whose operand column is the lane's; columns past the last repeat the first.
@@ -73,14 +78,14 @@ class ExpertSteps : public ExpertFinish {
     return s_.pairs[column < s_.first[slice + 1] ? column : begin];
   }
 
-  // Until what each lane will load of the hidden rows of the block's units is there.
-  __device__ void wait_hidden() {
+  // Until what each lane will load of the operands of the block's units is there.
+  __device__ void wait_tokens() {
     const Range units = own_units();
     if (units.begin == units.end) return;
     const Divisor& by_groups = this_job().by_groups;
 #pragma unroll 1
     for (int slice = by_groups.quotient(units.begin); slice <= by_groups.quotient(units.end - 1); ++slice)
-      wait_pieces(hidden_row(lane_pair(slice)) + thread_index() % 4 * 2);
+      wait_pieces((s_.second ? hidden_row(lane_pair(slice)) : token_row(lane_pair(slice))) + thread_index() % 4 * 2);
   }
 
   // This block's units of one expert GEMM: warp w makes segment w's chains of them all.
@@ -89,9 +94,8 @@ class ExpertSteps : public ExpertFinish {
     const int warp = thread_index() / 32, lane = thread_index() % 32;
     const ExpertJob& job = this_job();
     const Range units = own_units();
-    const int chunks = job.chunks();
     const bool second = s_.second;
-    const int count = second ? static_cast<int>(p_.inner_columns()) / 16 : job.k_blocks;  // 16-blocks of a segment
+    const int chunks = job.chunks(), count = job.k_blocks;
     // 16-blocks of a chunk, and as many as are loaded at once.
     constexpr int kChunkBlocks = kKind == ExpertKind::kBf16 ? kSlotTiles : kSpanBlocks;
     constexpr int kHeld = kKind == ExpertKind::kW4A4 ? kSpanBlocks : kSlotTiles;
@@ -101,15 +105,14 @@ class ExpertSteps : public ExpertFinish {
 #pragma unroll 1
     for (int unit = units.begin; unit < units.end; ++unit, ++number) {
       const int slice = job.by_groups.quotient(unit), pair = lane_pair(slice);
-      const void* tokens = second ? static_cast<const void*>(hidden_row(pair)) : token_row(pair);
       float acc[4] = {}, other[4] = {};  // of the unit's row groups in turn
 #pragma unroll 1
       for (int c = 0; c < chunks; ++c) {
-        const auto load = [&](int block) {
+        const auto load = [&](int block) {  // one call for both would cost more registers than there are
           if (second)
-            load_hidden<kKind>(static_cast<const uint64_t*>(tokens), block, count, lane % 4, x);
+            load_tokens<kKind>(hidden_row(pair), block, count, lane % 4, x);
           else
-            load_tokens(static_cast<const uint16_t*>(tokens) + block * 16, count - block, lane % 4, x);
+            load_tokens<kKind>(token_row(pair), block, count, lane % 4, x);
         };
         const int bytes = job.bytes(c);
         if (kKind == ExpertKind::kW4A4 && (slice != loaded || chunks > 1)) load(c * kChunkBlocks), loaded = slice;
@@ -167,7 +170,8 @@ class ExpertSteps : public ExpertFinish {
  private:
   // The words of a lane's pieces, from `from` on.
   __device__ void wait_pieces(const uint64_t* from) {
-    const int t = thread_index() % 4, blocks_of_16 = static_cast<int>(p_.inner_columns()) / 16;
+    const int t = thread_index() % 4, blocks_of_16 = this_job().k_blocks;
+    const bool second = s_.second;
     const int words = expert_kind() == ExpertKind::kW4A4 ? blocks_of_16 : 2 * blocks_of_16;
     const uint32_t epoch = place_.epoch;
     constexpr int kPieces = 16;  // loads in flight
@@ -190,7 +194,8 @@ class ExpertSteps : public ExpertFinish {
         for (int i = 0; i < 2 * kPieces; ++i) missing = missing || (i < count && is_stale(word[i / 2][i % 2], epoch));
         return missing ? 0 : -1;
       };
-      wait_until(place_, Phase::kHidden, 0, look, [&](int) { return thread_index() / 32; });
+      wait_until(place_, second ? Phase::kHidden : Phase::kExperts, second ? 0 : kBarrierGrace, look,
+                 [&](int) { return second ? thread_index() / 32 : me(); });
     }
   }
 };

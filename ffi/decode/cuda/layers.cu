@@ -53,22 +53,22 @@ class Step : public ExpertSteps {
     mark(Mark::kPool);
     if (!run_phase<&Step::route_rows>()) return false;
     mark(Mark::kRoute);
-    if (!rank_barrier(Phase::kExperts)) return false;
-    run_phase<&Step::group_pairs>();
+    run_phase<&Step::arrive>();
+    if (!run_phase<&Step::group_pairs>()) return false;
     ring_.experts_known();
     mark(Mark::kGroup);
     run_phase<&Step::prepare_terms>(0);  // while the first weights come
     experts();
     mark(Mark::kFirst);
     sync_block();  // all know that it is the second
-    run_phase<&Step::wait_hidden>();
-    mark(Mark::kHidden);
     experts();
     mark(Mark::kSecond);
     return true;
   }
 
   __device__ void experts() {
+    run_phase<&Step::wait_tokens>();
+    mark(Mark::kTokens);
     units_.begin();
     const ExpertKind kind = expert_kind();
     if (kind == ExpertKind::kW4A4)

@@ -61,14 +61,20 @@ class OperandSteps : public DenseBase {
     ExpertTerms& terms = s_.terms;
     const int pair = (i0 + own.first_row) * k_count + j;
     static_assert(kPassRows * kMaxTopK <= kThreads, "a thread per pair");
-    if (j < own.pairs) terms.expert[j] = static_cast<int16_t>(__ldcg(mine<int32_t>(w_.router_experts) + pair));
+    uint32_t chosen[2] = {};
+    if (j < own.pairs) {
+      wait(
+          Phase::kExperts, [&](int e) { return mine<uint64_t>(e ? w_.router_weights : w_.router_experts) + pair; },
+          [&](int) { return me(); }, chosen, kBarrierGrace);
+      terms.expert[j] = static_cast<int16_t>(chosen[0]);
+    }
     sync_block();
     if (j >= own.pairs) return;
     const int first = j / k_count * k_count;
     int at = first;
 #pragma unroll 1
     for (int k = 0; k < k_count; ++k) at += terms.expert[first + k] < terms.expert[j];
-    terms.term[at].x = __ldcg(mine<float>(w_.router_weights) + pair);
+    terms.term[at].x = bit_cast<float>(chosen[1]);
     terms.place[at] = pair * words;
     terms.at[j] = static_cast<int16_t>(at);
   }

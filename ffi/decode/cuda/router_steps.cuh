@@ -1,9 +1,8 @@
 // Router of a layer: the choice of experts, and the pooled rows as expert operands.
 #pragma once
 
-#include <cuda_fp16.h>
-
 #include "ffi/decode/cuda/attention_steps.cuh"
+#include "ffi/decode/cuda/expert_chain.cuh"
 
 namespace muse {
 
@@ -39,23 +38,8 @@ class RouterSteps : public AttentionSteps {
     float ordered[kMaxTopK];  // their probabilities by ascending id
   };
 
-  // Expert operands are rows of 16-bit numbers, each of eight segments padded to whole panels; a pair of 16-blocks lies
-  // so that lane (g, t) reads the four registers of column g with one 16-byte load.
-  __device__ int expert_row(int k) const { return kSegments * panel_blocks(k) * 16; }
-  __device__ int panel_blocks(int k) const {  // of a segment
-    return (k / 128 + static_cast<int>(kPanelBlocks) - 1) & ~(static_cast<int>(kPanelBlocks) - 1);
-  }
-
-  // Where 16-block b of a row of k numbers starts; numbers 2t, 2t+1, 2t+8, 2t+9 of it stand from 8 t on.
-  __device__ uint16_t* operand_block(uint16_t* row, int k, int b) const {
-    const int blocks = k / 128, segment = b / blocks, own = b - segment * blocks;
-    return row + (segment * panel_blocks(k) + (own & ~1)) * 16 + (own & 1) * 4;
-  }
-
-  // Code times block scale has six significant bits: exact in fp16.
-  __device__ static uint16_t code_value(uint32_t code, float scale) {
-    return __half_as_ushort(__float2half_rn(from_e2m1(code) * scale));
-  }
+  // Slot words of a segment of an expert operand.
+  __device__ int segment_words() const { return moe_hidden() / kSegments / 16 * static_cast<int>(kPieceWords); }
 
   // quantize_block of formats.h, one of the block's sixteen numbers per lane; all lanes of the warp come here.
   struct Quantized {
@@ -124,12 +108,13 @@ class RouterSteps : public AttentionSteps {
     }
   }
 
-  // Eight threads per 16-block, two numbers each.
+  // Eight threads per 16-block, two numbers each: as codes and their scale, or as they are.
   __device__ void write_operand(int i, int of_parts, float r) {
     const int l = layer(), k = thread_index() % 8;
     const Range blocks = part(moe_hidden() / 16, of_parts, kOperandParts);
+    const int words = segment_words(), in_segment = words / static_cast<int>(kPieceWords);
     const uint32_t* gains = reinterpret_cast<const uint32_t*>(global(a_.shared.moe_gains) + 2 * l * moe_hidden());
-    uint16_t* out = mine<uint16_t>(w_.x) + i * expert_row(moe_hidden());
+    uint64_t* out = mine<uint64_t>(w_.x) + i * kSegments * words;
     const bool quantized = p_.kind[l].nvfp4 && p_.quantize_activations;
     const float input_scale = a_.shared.input_scales[2 * l];
 #pragma unroll 1
@@ -138,20 +123,26 @@ class RouterSteps : public AttentionSteps {
       const float2 v = region<float2>()[8 * b + k];
       const uint32_t gain = __ldg(gains + 8 * b + k);
       const uint16_t x = to_bf16((v.x * r) * low_bf16(gain)), y = to_bf16((v.y * r) * high_bf16(gain));
-      uint32_t two = pack(x, y);
-      if (quantized) {  // what the codes and their scale stand for
+      const int segment = b / in_segment, own = b - segment * in_segment;
+      uint32_t word = pack(x, y);
+      int place = own * static_cast<int>(kPieceWords) + k % 4 * 2 + k / 4;
+      bool storing = at < blocks.end;
+      if (quantized) {
         float amax = fmaxf(abs32(from_bf16(x)), abs32(from_bf16(y)));
 #pragma unroll
         for (int step = 1; step < 8; step *= 2) amax = fmaxf(amax, __shfl_xor_sync(~0u, amax, step));
         const uint32_t infinite = __ballot_sync(~0u, !bf16_finite(x) || !bf16_finite(y));
         const uint8_t sf = block_scale(amax, (infinite >> (thread_index() % 32 & ~7) & 0xFFu) == 0, input_scale);
         const bool zero = sf == 0 || sf == kNan8;
-        const float scale = from_e4m3(sf), divisor = scale * input_scale;
+        const float divisor = from_e4m3(sf) * input_scale;
         const uint32_t low = zero ? 0u : code_of(from_bf16(x), divisor),
                        high = zero ? 0u : code_of(from_bf16(y), divisor);
-        two = pack(code_value(low, scale), code_value(high, scale));
+        word = code_bits(low, 2 * k) | code_bits(high, 2 * k + 1);
+        word |= __shfl_xor_sync(~0u, word, 4) | scale_bits(sf);
+        place = own / 2 * static_cast<int>(kPieceWords) + k % 4 * 2 + own % 2;
+        storing = storing && k < 4;
       }
-      if (at < blocks.end) reinterpret_cast<uint32_t*>(operand_block(out, moe_hidden(), b))[k % 4 * 4 + k / 4] = two;
+      if (storing) store_slot(out + segment * words + place, word, place_.epoch);
     }
   }
 
@@ -203,8 +194,8 @@ class RouterSteps : public AttentionSteps {
     if (lane < top_k()) {
       const float weight = canonical(probability / (sum + 1e-15f) * p_.routed_scaling);
       const int at = i * top_k() + lane;
-      mine<int32_t>(w_.router_experts)[at] = sh.chosen[lane];
-      mine<float>(w_.router_weights)[at] = weight;
+      store_slot(mine<uint64_t>(w_.router_experts) + at, static_cast<uint32_t>(sh.chosen[lane]), place_.epoch);
+      store_slot(mine<uint64_t>(w_.router_weights) + at, bit_cast<uint32_t>(weight), place_.epoch);
       if (a_.results.tap_residuals && me() == a_.local[0]) {
         const int64_t tap = ((l - p_.layer_begin) * p_.rows + s_.rows.row[i]) * top_k() + lane;
         a_.results.tap_experts[tap] = sh.chosen[lane];

@@ -93,7 +93,7 @@ struct ExpertJob {
   int32_t unit_groups;           // row groups of a unit: 2 or 1
   int32_t segment_bytes;         // of a row group
   int32_t chunk_bytes;           // at most kSlotBytes
-  int32_t k_blocks;              // 16-blocks of K in a segment, padded for NVFP4
+  int32_t k_blocks;              // 16-blocks of K in a segment
   Divisor by_groups;
 
   MUSE_FN int32_t chunks() const { return (segment_bytes + chunk_bytes - 1) / chunk_bytes; }
@@ -113,16 +113,15 @@ MUSE_FN ExpertJob expert_job(const Plan& p, const RankPointers& w, bool nvfp4, b
   job.unit_groups = rows % 32 ? 1 : 2;
   job.groups = rows / 16 / job.unit_groups;
   job.by_groups = divisor(job.groups);
+  job.k_blocks = static_cast<int32_t>(blocks);
   if (nvfp4) {
     job.weights = second ? w.w2_fp4 : w.w13_fp4;
     job.segment_bytes = static_cast<int32_t>(p.panels(k) * kPanelBytes);
     job.chunk_bytes = kSlotBytes;
-    job.k_blocks = static_cast<int32_t>(p.panels(k) * kPanelBlocks);
   } else {
     job.weights = reinterpret_cast<const unsigned char*>(second ? w.w2_bf16 : w.w13_bf16);
     job.segment_bytes = static_cast<int32_t>(blocks * kTile * 2);
     job.chunk_bytes = kSlotTiles * kTile * 2;
-    job.k_blocks = static_cast<int32_t>(blocks);
   }
   return job;
 }

@@ -73,7 +73,7 @@ enum class Mark : uint8_t {
   kRoute,
   kGroup,
   kFirst,
-  kHidden,
+  kTokens,
   kSecond
 };
 
@@ -161,6 +161,11 @@ class StepBase {
   __device__ void next_epoch() {
     if (thread_index() == 0) ++place_.epoch;
     sync_block();
+  }
+  // The block has come to a point where others may rely on that (sync.cuh).
+  __device__ void arrive() {
+    sync_block();
+    if (thread_index() == 0) muse::arrive(place_);
   }
   // A stamp of the timeline: what ended here. Nothing unless the build asks for it.
   __device__ __forceinline__ void mark([[maybe_unused]] Mark what) {

@@ -169,17 +169,34 @@ inline __device__ __noinline__ void wait_pairs(Place& place, Phase phase, const 
   wait_until(place, phase, grace, look, [&](int missing) { return source < 0 ? min(missing, n - 1) : source; });
 }
 
+// The last arrival of all blocks of the rank that this one has counted. The count runs on through all launches and
+// wraps around: the arrivals that are missing, minus one. load(counter): how it is looked at.
+template <typename Load>
+__device__ __forceinline__ void wait_arrivals(Place& place, Phase phase, Load load) {
+  const uint32_t target = place.arrivals;
+  wait_until(
+      place, phase, kBarrierGrace, [&] { return static_cast<int32_t>(target - load(&place.control->barrier)) - 1; },
+      [&](int) { return place.rank; });
+}
+
+// The block is past a point, says one thread behind a meeting of the block; whoever is to know waits for everybody's,
+// before the block's next arrival. Nothing is released by it and nothing acquired, so that it costs no fence: all that
+// it tells is that what the block waited for before has been read (workspace.h).
+__device__ __forceinline__ void arrive(Place& place) {
+  ptx::add_relaxed_gpu(&place.control->barrier);
+  place.arrivals += place.size;
+}
+inline __device__ __noinline__ void wait_arrived(Place& place, Phase phase) {
+  wait_arrivals(place, phase, [](const uint32_t* counter) { return ptx::load_relaxed_sys(counter); });
+}
+
 // All blocks of the rank; what they wrote before is visible after. False: somebody gave up, leave the kernel.
 __device__ __forceinline__ bool rank_barrier(Place& place, Phase phase) {
   sync_block();
   if (thread_index() == 0) {
-    uint32_t* barrier = &place.control->barrier;
-    ptx::add_release_gpu(barrier);
-    const uint32_t target = place.arrivals += place.size;
-    // The count runs on through all launches and wraps around: the arrivals that are missing, minus one.
-    wait_until(
-        place, phase, kBarrierGrace, [&] { return static_cast<int32_t>(target - ptx::load_acquire_gpu(barrier)) - 1; },
-        [&](int) { return place.rank; });
+    ptx::add_release_gpu(&place.control->barrier);
+    place.arrivals += place.size;
+    wait_arrivals(place, phase, [](const uint32_t* counter) { return ptx::load_acquire_gpu(counter); });
   }
   sync_block();
   return !place.gave_up;

@@ -64,6 +64,7 @@ inline uint32_t add_acq_rel_gpu(uint32_t* p) {
   return __atomic_fetch_add(p, 1u, __ATOMIC_SEQ_CST);
 }
 inline void add_release_gpu(uint32_t* p) { add_acq_rel_gpu(p); }
+inline void add_relaxed_gpu(uint32_t* p) { add_acq_rel_gpu(p); }
 inline void fence_acq_rel_gpu() { __atomic_thread_fence(__ATOMIC_SEQ_CST); }
 
 inline void prefetch_l2(const void*) {}
