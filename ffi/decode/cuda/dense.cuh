@@ -119,18 +119,6 @@ class DenseBase : public StepBase {
     float* at = sums + (segment * stride + i0 - row0 + 2 * t) * columns + group * 16 + g;
     for_results(i0, acc, [&](int row, int column, float sum) { at[row * columns + column] = sum; });
   }
-
-  // Two neighbouring columns of row i, added over the segments and rounded.
-  __device__ static uint32_t add_segments(const float* sums, int stride, int columns, int i, int column) {
-    float s[2][kSegments];
-#pragma unroll
-    for (int r = 0; r < kSegments; ++r) {
-      const float2 two = __ldcg(reinterpret_cast<const float2*>(sums + (r * stride + i) * columns + column));
-      s[0][r] = two.x;
-      s[1][r] = two.y;
-    }
-    return pack(to_bf16(tree8(s[0])), to_bf16(tree8(s[1])));
-  }
 };
 
 // The finishing warps' part of a dense GEMM that has tasks for them; `pass`: how many such passes there were. False:

@@ -26,6 +26,17 @@ class DenseSteps : public OperandSteps {
     return true;
   }
 
+  // Pooled rows go to every rank, two columns a thread, as soon as their segments' sums are there: these would be too
+  // many.
+  __device__ void push_pooled() {
+    const int columns = static_cast<int>(p_.moe_columns()), words = columns / 2;
+    const int warp = thread_index() / 32, lane = thread_index() % 32;
+#pragma unroll 1
+    for (int at = (warp * blocks() + first_unit(3)) * 32 + lane; at < rows() * words; at += blocks() * kThreads)
+      push_all(w_.pooled, kMaxRows * words, at,
+               wait_segments(place_, Phase::kRouter, mine<uint64_t>(w_.pool_sums) + 2 * at, kMaxRows * columns));
+  }
+
  protected:
   // A warp's tasks. Column-parallel results stay in the rank as segment sums. Of a row-parallel GEMM this rank's
   // columns are one segment: its partial sums go to the owners of the output columns.
@@ -39,11 +50,8 @@ class DenseSteps : public OperandSteps {
     dense_tasks(job, tasks, i0, [&](int group, const Accumulators& acc) {
       if (row_parallel) {
         push_partials(w_.partial[which == Gemm::kPostExpert], group, i0, acc);
-      } else if (which == Gemm::kQkvu) {
-        store_slots(group, segment, i0, acc);
       } else {
-        store_sums(mine<float>(w_.segment_sums), kMaxRows, job.groups * 16, group, segment, i0, 0, acc);
-        run_phase<&DenseSteps::push_pooled>(group, i0);
+        store_slots(which == Gemm::kQkvu ? w_.head_sums : w_.pool_sums, job.groups * 16, group, segment, i0, acc);
       }
     });
   }
@@ -68,10 +76,11 @@ class DenseSteps : public OperandSteps {
     dense_pass(s_.jobs.dense[index], s_.jobs.tasks[index], [&] { run_phase<&DenseSteps::warp_tasks>(i0); });
   }
 
-  // Of q, k, v and u each warp that finishes a head waits for the sums that it needs, instead of all blocks for all.
-  __device__ void store_slots(int group, int segment, int i0, const Accumulators& acc) const {
-    const int g = thread_index() % 32 / 4, t = thread_index() % 4, columns = static_cast<int>(p_.qkvu_rows());
-    uint64_t* slot = mine<uint64_t>(w_.head_sums) + (segment * kMaxRows + i0 + 2 * t) * columns + group * 16 + g;
+  // Whoever finishes columns waits for the sums that it needs, instead of all blocks for all.
+  __device__ void store_slots(int64_t address, int columns, int group, int segment, int i0,
+                              const Accumulators& acc) const {
+    const int g = thread_index() % 32 / 4, t = thread_index() % 4;
+    uint64_t* slot = mine<uint64_t>(address) + (segment * kMaxRows + i0 + 2 * t) * columns + group * 16 + g;
     for_results(i0, acc, [&](int row, int column, float sum) {
       store_slot(slot + row * columns + column, bit_cast<uint32_t>(sum), place_.epoch);
     });
@@ -84,25 +93,6 @@ class DenseSteps : public OperandSteps {
     for_results(i0, acc, [&](int row, int beside, float sum) {
       store_slot(slot + row * owned + beside, bit_cast<uint32_t>(sum), place_.epoch);
     });
-  }
-
-  // Pooled rows go to every rank. Segment sums would be too many, so the last of a row group's eight tasks adds them.
-  __device__ void push_pooled(int group, int i0) {
-    const float* sums = mine<float>(w_.segment_sums);
-    const int lane = thread_index() % 32, columns = static_cast<int>(p_.moe_columns());
-    uint32_t* counter = mine<uint32_t>(w_.group_counts) + i0 / kPassRows * (columns / 16) + group;
-    uint32_t before = 0;
-    __syncwarp();
-    if (lane == 0) before = count_arrival(counter);
-    if (__shfl_sync(~0u, before, 0) != kSegments - 1) return;
-    __syncwarp();                 // for the memory that the first lane saw
-    if (lane == 0) *counter = 0;  // for the next layer, which lies behind barriers
-#pragma unroll 1
-    for (int at = lane; at < min(kPassRows, rows() - i0) * 8; at += 32) {
-      const int i = i0 + at / 8, column = group * 16 + at % 8 * 2;
-      push_all(w_.pooled, kMaxRows * (columns / 2), (i * columns + column) / 2,
-               add_segments(sums, kMaxRows, columns, i, column));
-    }
   }
 
   // Segment sums of this block's experts of this rank for one pass of rows, in the segment that the operand is of: half

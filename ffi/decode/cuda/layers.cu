@@ -50,6 +50,7 @@ class Step : public ExpertSteps {
   // From the stream to the experts' outputs.
   __device__ bool moe() {
     if (!run_phase<&Step::gemm>()) return false;
+    run_phase<&Step::push_pooled>();
     mark(Mark::kPool);
     if (!run_phase<&Step::route_rows>()) return false;
     mark(Mark::kRoute);

@@ -24,9 +24,6 @@ struct Place {
   volatile uint32_t gave_up;   // some thread of the block waited too long
 };
 
-// Adds 1; what the thread's warp or block stored before it met is there for whoever acquires the sum.
-__device__ __forceinline__ uint32_t count_arrival(uint32_t* counter) { return ptx::add_acq_rel_gpu(counter); }
-
 // A slot's word: data, and above them the epoch that they are of; whoever waits for them finds it stale until then.
 __device__ __forceinline__ uint64_t slot_word(uint32_t data, uint32_t epoch) {
   return static_cast<uint64_t>(epoch) << 32 | data;

@@ -59,12 +59,11 @@ inline void store_relaxed_gpu(uint32_t* p, uint32_t v) { store_relaxed_sys(p, v)
 inline void store_relaxed_gpu_v2(uint64_t* p, uint64_t first, uint64_t second) {
   store_relaxed_sys(p, first), store_relaxed_sys(p + 1, second);
 }
-inline uint32_t add_acq_rel_gpu(uint32_t* p) {
+inline void add_release_gpu(uint32_t* p) {
+  __atomic_fetch_add(p, 1u, __ATOMIC_SEQ_CST);
   simulator::moved();
-  return __atomic_fetch_add(p, 1u, __ATOMIC_SEQ_CST);
 }
-inline void add_release_gpu(uint32_t* p) { add_acq_rel_gpu(p); }
-inline void add_relaxed_gpu(uint32_t* p) { add_acq_rel_gpu(p); }
+inline void add_relaxed_gpu(uint32_t* p) { add_release_gpu(p); }
 inline void fence_acq_rel_gpu() { __atomic_thread_fence(__ATOMIC_SEQ_CST); }
 
 inline void prefetch_l2(const void*) {}
