@@ -5,16 +5,17 @@
 // own flag: no separate flag, no reset. Sums of squares of a stream's unit are flags of the unit too: fences on both
 // sides.
 //
-// Why a slot is not written again before it is read (who waits for an epoch would wait for ever). A layer has two
-// points that a rank's blocks pass: H behind the head norms, a barrier; R behind routing, where a block only says that
-// it came (arrive, sync.cuh), and nobody waits for the others before the first output of the layer's experts. A word
-// that was looked at and found to be there has been read: what depends on it, and what lies behind the block's next
-// meeting, comes later. So a block that came to a point has read all that it waited for before. Two facts about all
-// ranks:
+// Why a slot is not written again before it is read (who waits for an epoch would wait for ever). A rank's blocks do
+// not meet within a layer. At two points a block only says that it came (arrive, sync.cuh): H behind the head norms, R
+// behind routing. Nobody waits for the others there; but before a block stores o_proj's partial sums it waits until all
+// of its rank came to H, and before the experts' outputs until all came to R. A word that was looked at and found to be
+// there has been read: what depends on it, and what lies behind the block's next meeting, comes later. So a block that
+// came to a point has read all that it waited for before. Two facts about all ranks:
 // 1. Whoever has waited for row_sums[0] knows that all blocks of all ranks came to H of this layer: these sums were
 // made
-//    of every rank's branch[0], that of everybody's o_proj, and its operand by attention, which is behind H. Every
-//    block waits so in pre_expert_proj's operand, before it stores anything of what follows: P.
+//    of every rank's branch[0], each word of that of partial[0] of every rank, and no block stores such a sum before
+//    all of its rank came to H. Every block waits so in pre_expert_proj's operand, before it stores anything of what
+//    follows: P.
 // 2. Whoever has waited for a pair's sums of squares, of every rank, knows that all blocks of all ranks came to R of
 // this
 //    layer: they were made of outputs of every rank, and no block stores one before all of its rank came to R. So does
@@ -23,9 +24,9 @@
 //
 //   slot                              last read before    next write                      by
 //   head_sums                         H, own rank         next layer, behind S            2
+//   q, k, v, u, stretch_sums, o,
+//     row_sums[0], pool_sums          R, own rank         next layer, behind S            2
 //   partial[0], branch[0]             R                   next layer, behind S            2
-//   stretch_sums, o, row_sums[0],
-//     pool_sums                       R, own rank         next layer, behind S            2
 //   logits, pooled                    R                   next layer, behind S            2
 //   router_*, x                       the next H, own     next layer, behind P            1
 //   hidden, sums                      the next H          next layer, behind P            1
@@ -36,11 +37,11 @@
 // "The next H" of a launch's last layer is its end, where the rank's blocks meet; a rank's own slots need no more than
 // that. What a next launch stores elsewhere before its first P is in this table too: behind the last S of this one.
 // start() uses branch[0] in an epoch of its own; it is written again in reduce(0), which has waited for o_proj's sums
-// of every rank, behind its H; row_sums[1] likewise, by 1. A layer's epoch begins behind the head norms: head_sums
-// carry the epoch of the layer before, as the row_sums that q, k, v and u waited for.
+// of every rank, stored behind H; row_sums[1] likewise, by 1. A layer's epoch begins behind the head norms, who store
+// in it already; head_sums carry the epoch of the layer before, as the row_sums that q, k, v and u waited for.
 //
-// Scratch of the rank (q, u, the stream) lies between barriers too: q and u are written behind S, read before R; the
-// stream is read before R and before H and written behind H and behind S.
+// The stream is scratch of the rank: a block reads it behind row_sums, with fences on both sides, before H and before
+// R, and writes it behind branch[0], which by the first half of 1 is behind H of its rank, and behind S.
 #pragma once
 
 #include "ffi/decode/plan.h"
@@ -93,13 +94,13 @@ struct Workspace {
   // what the head call uses too: its offsets depend on the hidden size alone
   int64_t h, best, segment_sums;
   // scratch
-  int64_t stream, q, u;
+  int64_t stream;
   // slots, [source rank][...]
   int64_t partial[2], branch[2], logits, pooled, hidden, sums;
   // slots that the rank itself fills
   int64_t row_sums[2];                     // [row][segment]
   int64_t stretch_sums;                    // attention's parts (attention_steps.cuh)
-  int64_t o;                               // attention's rows: [row][pair of columns]
+  int64_t q, k, v, u, o;                   // heads and attention's rows: [row][pair of columns]
   int64_t router_weights, router_experts;  // [row][slot]
   int64_t x;                               // the experts' operand: [row][segment][piece]
   int64_t f;                               // the experts' outputs: [row and slot][pair of columns]
@@ -122,8 +123,6 @@ MUSE_FN Workspace workspace_of(const Plan& p) {
   w.best = take(2 * kRanks * rows * kBestWords * 8);  // by parity of the epoch: two head calls may follow each other
   w.segment_sums = take(kSegments * 4 * kHeadRows * 16 * p.head_groups());
   w.stream = take(rows * p.hidden * 4);
-  w.q = take(rows * p.q_columns() * 2);
-  w.u = take(rows * p.q_columns() * 2);
   for (int i = 0; i < 2; ++i) {
     w.partial[i] = take(kRanks * rows * (p.hidden / kRanks) * 8);
     w.branch[i] = take(kRanks * rows * (p.hidden / kRanks / 2) * 8);
@@ -134,6 +133,10 @@ MUSE_FN Workspace workspace_of(const Plan& p) {
   w.hidden = take(kRanks * pairs * (p.inner_columns() / 16) * kPieceWords * 8);
   w.sums = take(kRanks * pairs * 8);
   w.stretch_sums = take(kAttentionSums * group * kSumWidth * 8);
+  w.q = take(rows * (p.q_columns() / 2) * 8);
+  w.u = take(rows * (p.q_columns() / 2) * 8);
+  w.k = take(rows * (p.kv_columns() / 2) * 8);
+  w.v = take(rows * (p.kv_columns() / 2) * 8);
   w.o = take(rows * (p.q_columns() / 2) * 8);
   w.router_weights = take(pairs * 8);
   w.router_experts = take(pairs * 8);

@@ -27,7 +27,7 @@ struct AttentionUnit {
   const uint8_t* member;  // the rows
   int rows;
   int begin, end;         // chunks
-  int first, position;    // positions that the rows may see: only these are loaded
+  int first;              // position that the rows may see: only from there on is loaded
   const uint16_t *k, *v;  // this sequence's and head's cache: [slots, 64]
 };
 
@@ -35,7 +35,9 @@ struct AttentionUnit {
 struct AttentionShared {
   uint4 q[kRowTiles][kHeadDim / 16][32];
   uint4 p[kRowTiles][kChunkBlocks][32];
-  uint16_t value[2][kChunk][kHeadDim];  // of even and odd chunks; a position's pieces of 16 bytes permuted
+  // Of even and odd chunks; a position's pieces of 16 bytes permuted. A unit of one chunk has its keys in the other's
+  // place.
+  uint16_t value[2][kChunk][kHeadDim];
 };
 
 // A warp's share of the sums: of query head g of each two rows 2 x 2 numerators; the denominators of one operand.
@@ -48,27 +50,11 @@ struct AttentionSums {
 __device__ __forceinline__ int warp_index() { return static_cast<int>(static_cast<uint32_t>(thread_index()) / 32); }
 __device__ __forceinline__ int lane_index() { return static_cast<int>(static_cast<uint32_t>(thread_index()) % 32); }
 
-// Written by other blocks of this launch: past L1.
+// Past L1, whose place the ring takes.
 __device__ __forceinline__ uint2 load_four(const uint16_t* p) { return __ldcg(reinterpret_cast<const uint2*>(p)); }
 
 __device__ __forceinline__ void mma_bf16(float (&d)[4], uint4 a, uint2 b) {
   ptx::mma_bf16(d, {a.x, a.y, a.z, a.w}, {b.x, b.y});
-}
-
-// The A operands of all rows, whose queries lie at q[row * stride]: block b holds (head g, dimensions 16 b + 4 t to +
-// 3) of two rows.
-__device__ __forceinline__ void load_queries(const AttentionUnit& u, const uint16_t* q, int stride,
-                                             AttentionShared& shared) {
-  const int warp = warp_index(), lane = lane_index(), b = warp % 4, g = lane / 4, t = lane % 4;
-#pragma unroll 1
-  for (int tile = warp / 4; 2 * tile < u.rows; tile += 2) {
-    uint2 two[2] = {};
-#pragma unroll
-    for (int r = 0; r < 2; ++r)
-      if (2 * tile + r < u.rows && g < u.schedule.group)
-        two[r] = load_four(q + u.member[2 * tile + r] * stride + g * kHeadDim + 16 * b + 4 * t);
-    shared.q[tile][b][lane] = {two[0].x, two[1].x, two[0].y, two[1].y};
-  }
 }
 
 // The keys of one 16-block as a lane needs them: of positions g and 8 + g.
@@ -76,12 +62,11 @@ struct KeyBlock {
   uint2 key[2][4];
 };
 
-// The slot of position `start` + lane % 16. An unseen position borrows a slot that some row sees, whose V is finite,
-// and counts for nothing because its p is +0.
-__device__ __forceinline__ int block_slot(const AttentionUnit& u, const DeviceRows& rows, int start) {
-  const int seen = min(max(start + lane_index() % 16, u.first), u.position);
-  const int slot = rows.slot_position(u.member[0], seen);
-  return u.kind.ring ? slot % u.kind.ring : slot;
+// The slot of position `start` + lane % 16, which is committed. A position that no row of the unit sees borrows the
+// slot of the first that some row sees, whose V is finite, and counts for nothing because its p is +0.
+__device__ __forceinline__ int block_slot(const AttentionUnit& u, int start) {
+  const int seen = max(start + lane_index() % 16, u.first);
+  return u.kind.ring ? seen % u.kind.ring : seen;
 }
 
 __device__ __forceinline__ void load_keys(const AttentionUnit& u, int slot, KeyBlock& keys) {
@@ -92,6 +77,17 @@ __device__ __forceinline__ void load_keys(const AttentionUnit& u, int slot, KeyB
 #pragma unroll
     for (int b = 0; b < 4; ++b) keys.key[n][b] = load_four(key + 16 * b);
   }
+}
+
+// Those of a chunk that lie in shared memory, a position's pieces permuted as those of values.
+__device__ __forceinline__ void load_keys(const uint16_t (&from)[kChunk][kHeadDim], KeyBlock& keys) {
+  const int warp = warp_index(), lane = lane_index(), g = lane / 4, t = lane % 4;
+#pragma unroll
+  for (int n = 0; n < 2; ++n)
+#pragma unroll
+    for (int b = 0; b < 4; ++b)
+      keys.key[n][b] =
+          *reinterpret_cast<const uint2*>(from[16 * warp + 8 * n + g] + 8 * ((2 * b + t / 2) ^ g) + t % 2 * 4);
 }
 
 // Starts to bring a 16-block's values to shared memory and its keys near: there are no registers for keys that early.

@@ -25,8 +25,7 @@ class AttentionSteps : public RowSteps {
     const uint32_t value = query || gate ? 0u : head_columns(i, head + s_.attention.kv_heads);
     const int l = layer(), lane = lane_index();
     if (gate) {
-      const int at = i * q_heads() + head - q_heads() - s_.attention.kv_heads;
-      reinterpret_cast<uint32_t*>(mine<uint16_t>(w_.u) + at * kHeadDim)[lane] = two;
+      store_head(w_.u, i * q_heads() + head - q_heads() - s_.attention.kv_heads, two);
       return;
     }
     const float r = head_scale(two, lane);
@@ -40,7 +39,7 @@ class AttentionSteps : public RowSteps {
     }
     const uint32_t pair = pack(to_bf16(y0), to_bf16(y1));
     if (query)
-      reinterpret_cast<uint32_t*>(mine<uint16_t>(w_.q) + (i * q_heads() + head) * kHeadDim)[lane] = pair;
+      store_head(w_.q, i * q_heads() + head, pair);
     else
       cache(l, i, head - q_heads(), pair, value);
   }
@@ -49,7 +48,10 @@ class AttentionSteps : public RowSteps {
   __device__ void attend_rows() {
     const int l = layer();
 #pragma unroll 1
-    for (int unit = block(); unit < s_.attention.kind[p_.kind[l].full].units; unit += blocks()) attend(l, unit);
+    for (int unit = block(); unit < s_.attention.kind[p_.kind[l].full].units; unit += blocks()) {
+      run_phase<&AttentionSteps::begin_unit>(unit);
+      attend(unit);
+    }
   }
 
   // Each row and kv head by whichever block it falls to, as soon as its sums are there.
@@ -87,19 +89,26 @@ class AttentionSteps : public RowSteps {
     return rms_factor(warp_sumsq64(own), kHeadDim, p_.eps);
   }
 
+  // A lane's two columns of a row's head, in the epoch that begins behind all heads.
+  __device__ void store_head(int64_t address, int head, uint32_t two) {
+    store_slot(mine<uint64_t>(address) + head * (kHeadDim / 2) + lane_index(), two, place_.epoch + 1);
+  }
+
+  // For later launches to the cache; this one's attention takes keys and values in flight from slots.
   __device__ void cache(int l, int i, int head, uint32_t key, uint32_t value) {
     const int lane = lane_index();
     const auto finite = [](uint32_t two) {
       return bf16_finite(static_cast<uint16_t>(two)) && bf16_finite(static_cast<uint16_t>(two >> 16));
     };
-    const bool keep = __all_sync(~0u, finite(key) && finite(value));
+    if (!__all_sync(~0u, finite(key) && finite(value))) key = pack(kNan16, kNan16), value = 0u;
+    store_head(w_.k, i * s_.attention.kv_heads + head, key);
+    store_head(w_.v, i * s_.attention.kv_heads + head, value);
     const bool full = p_.kind[l].full;
     const int position = s_.rows.committed[i] + s_.rows.index[i],
               slot = full ? position : position % static_cast<int>(p_.ring);
     const int64_t at = p_.cache(l, s_.rows.sequence[i], head, slot);
-    reinterpret_cast<uint32_t*>((full ? weights().k_full : weights().k_ring) + at)[lane] =
-        keep ? key : pack(kNan16, kNan16);
-    reinterpret_cast<uint32_t*>((full ? weights().v_full : weights().v_ring) + at)[lane] = keep ? value : 0u;
+    reinterpret_cast<uint32_t*>((full ? weights().k_full : weights().k_ring) + at)[lane] = key;
+    reinterpret_cast<uint32_t*>((full ? weights().v_full : weights().v_ring) + at)[lane] = value;
   }
 
   // Where the sums of a row and head begin; the parts follow each other.
@@ -108,15 +117,23 @@ class AttentionSteps : public RowSteps {
     return mine<uint64_t>(w_.stretch_sums) + int64_t{at} * (s_.attention.group * kSumWidth);
   }
 
-  __device__ __forceinline__ void attend(int l, int unit) {
+  // A unit of attention_schedule.cuh: what it attends to, and where in its sequence's units it stands.
+  struct UnitPlace {
+    AttentionUnit unit;
+    SequenceChunks chunks;
+    int sequence, row, major, head;
+    bool own;  // of one row, with positions in flight
+  };
+  __device__ __forceinline__ UnitPlace find_unit(int unit) const {
+    const int l = layer();
     const bool full = p_.kind[l].full;
     const LayerUnits& kind = s_.attention.kind[full];
-    const int lane = lane_index(), warp = warp_index(), kv_heads = s_.attention.kv_heads;
+    const int lane = lane_index(), kv_heads = s_.attention.kv_heads;
     const int sequence = __popc(__ballot_sync(~0u, kind.unit[lane] <= unit)) +
                          __popc(__ballot_sync(~0u, kind.unit[lane + 32] <= unit)) - 1;
     const SequenceRows& s = s_.attention.sequence[sequence];
-    const int run = kind.run, window = kind.window, width = s_.attention.group * kSumWidth;
-    const SequenceChunks c = s.chunks(window);
+    const int run = kind.run;
+    const SequenceChunks c = s.chunks(kind.window);
     const int groups = (s.count + (1 << kind.group) - 1) >> kind.group, shared_units = c.runs(run) * kv_heads * groups;
     const int local = unit - kind.unit[sequence];
     const bool own = local >= shared_units;
@@ -127,42 +144,122 @@ class AttentionSteps : public RowSteps {
     const uint8_t* member = s_.attention.member + s.begin + row;
     const int lowest = own ? s_.rows.position[*member] : s.lowest;
     const int64_t base = p_.cache(l, s_.rows.sequence[*member], head, 0);
-    const AttentionUnit u{s_.attention,
-                          kind,
-                          member,
-                          own ? 1 : min(s.count - row, 1 << kind.group),
-                          own ? c.own + major : max(c.first, ((c.first >> run) + major) << run),
-                          own ? c.own + major + 1 : min(c.own, ((c.first >> run) + major + 1) << run),
-                          max(lowest - window + 1, 0),
-                          own ? lowest : s.highest,
-                          global(full ? weights().k_full : weights().k_ring) + base,
-                          global(full ? weights().v_full : weights().v_ring) + base};
-    const int parts = c.parts(run), stride = kv_heads * parts * width;
-    uint64_t* out = sums_of(kind, sequence, row, head, parts);
-    const bool whole = run == kWholeRun && !own;
-    if (own)
-      out += (c.shared_parts(run) + major) * width;
-    else if (run <= kStretchLog2)
-      out += (run == kStretchLog2 ? major : u.begin - c.first) * width;
+    return {{s_.attention, kind, member, own ? 1 : min(s.count - row, 1 << kind.group),
+             own ? c.own + major : max(c.first, ((c.first >> run) + major) << run),
+             own ? c.own + major + 1 : min(c.own, ((c.first >> run) + major + 1) << run),
+             max(lowest - kind.window + 1, 0), global(full ? weights().k_full : weights().k_ring) + base,
+             global(full ? weights().v_full : weights().v_ring) + base},
+            c,
+            sequence,
+            row,
+            major,
+            head,
+            own};
+  }
 
+  // The A operands of a unit's rows: block b holds (head g, dimensions 16 b + 4 t to + 3) of two rows.
+  __device__ __forceinline__ void load_queries(const AttentionUnit& u, int head) {
+    AttentionShared& shared = *region<AttentionShared>();
+    const int warp = warp_index(), lane = lane_index(), b = warp % 4, g = lane / 4, t = lane % 4,
+              group = s_.attention.group;
+#pragma unroll 1
+    for (int tile = warp / 4; 2 * tile < u.rows; tile += 2) {
+      const int last = min(2 * tile + 1, u.rows - 1);
+      uint32_t two[4] = {};
+      const auto slot = [&](int e) {
+        const int query = (u.member[e < 2 ? 2 * tile : last] * s_.attention.kv_heads + head) * group + g;
+        return mine<uint64_t>(w_.q) + (query * kHeadDim + 16 * b + 4 * t) / 2 + e % 2;
+      };
+      if (g < group) wait(Phase::kAttention, slot, [&](int) { return me(); }, two, kBarrierGrace);
+      const bool both = last > 2 * tile;
+      shared.q[tile][b][lane] = {two[0], both ? two[2] : 0u, two[1], both ? two[3] : 0u};
+    }
+  }
+
+  // Starts to bring the keys and values of a unit of one row and one chunk with positions in flight. What was committed
+  // before this launch lies in the cache; the rest comes from the slots of its rows; what the row does not see is
+  // zeros.
+  __device__ __forceinline__ void load_own_chunk(const UnitPlace& found) {
+    const AttentionUnit& u = found.unit;
+    AttentionShared& shared = *region<AttentionShared>();
+    auto &keys = shared.value[1 - u.begin % 2], &values = shared.value[u.begin % 2];
+    const uint8_t* member = u.member - found.row;  // of the sequence
+    const int i = *u.member, committed = s_.rows.committed[i], position = s_.rows.position[i], begin = u.begin * kChunk;
+    const auto piece_at = [](int at) { return 8 * (at % 8 ^ at / 8 % 8); };
+#pragma unroll 1
+    for (int at = thread_index(); at < kChunk * 8; at += kThreads) {  // pieces of 16 bytes
+      const int place = at / 8, now = begin + place;
+      uint16_t *key = keys[place] + piece_at(at), *value = values[place] + piece_at(at);
+      if (now >= u.first && now < committed) {
+        const int from = (u.kind.ring ? now % u.kind.ring : now) * kHeadDim + at % 8 * 8;
+        ptx::copy16(ptx::shared_address(key), u.k + from);
+        ptx::copy16(ptx::shared_address(value), u.v + from);
+      } else if (now < u.first || now > position) {
+        *reinterpret_cast<uint4*>(key) = *reinterpret_cast<uint4*>(value) = uint4{0, 0, 0, 0};
+      }
+    }
+    const int skipped = max(max(committed, u.first) - begin, 0), end = min(position + 1 - begin, kChunk);
+#pragma unroll 1
+    for (int at = skipped * 8 + thread_index(); at < end * 8; at += kThreads) {
+      const int place = at / 8, of_row = member[s_.rows.path[i][begin + place - committed]];
+      const int from = (of_row * s_.attention.kv_heads + found.head) * (kHeadDim / 2) + at % 8 * 4;
+      uint32_t words[8] = {};
+      wait(
+          Phase::kAttention, [&](int e) { return mine<uint64_t>(e < 4 ? w_.k : w_.v) + from + e % 4; },
+          [&](int) { return me(); }, words, kBarrierGrace);
+      *reinterpret_cast<uint4*>(keys[place] + piece_at(at)) = {words[0], words[1], words[2], words[3]};
+      *reinterpret_cast<uint4*>(values[place] + piece_at(at)) = {words[4], words[5], words[6], words[7]};
+    }
+  }
+
+  // What a unit needs first, on its way or there. Apart from attend, which has no registers for what those whom it
+  // called would need.
+  __device__ void begin_unit(int unit) {
+    const UnitPlace found = find_unit(unit);
+    const AttentionUnit& u = found.unit;
+    const int start = u.begin * kChunk + 16 * warp_index();
+    if (found.own)
+      load_own_chunk(found);
+    else
+      prefetch_block(u, start, block_slot(u, start), *region<AttentionShared>());
+    next_values();
+    load_queries(u, found.head);
+    if (!found.own) return;
+    ptx::wait_all_copies();
+    sync_block();
+  }
+
+  __device__ __forceinline__ void attend(int unit) {
+    const UnitPlace found = find_unit(unit);
+    const AttentionUnit& u = found.unit;
+    const SequenceChunks& c = found.chunks;
+    const int run = u.kind.run, width = s_.attention.group * kSumWidth, parts = c.parts(run),
+              stride = s_.attention.kv_heads * parts * width, warp = warp_index();
+    const bool own = found.own, whole = run == kWholeRun && !own;
+    uint64_t* out = sums_of(u.kind, found.sequence, found.row, found.head, parts);
+    if (own)
+      out += (c.shared_parts(run) + found.major) * width;
+    else if (run <= kStretchLog2)
+      out += (run == kStretchLog2 ? found.major : u.begin - c.first) * width;
     AttentionShared& shared = *region<AttentionShared>();
     AttentionSums sums{};
     KeyBlock keys;
-    // The first round only loads: one copy of that code.
+    // The first round only loads keys: one copy of that code.
     int chunk = u.begin - 1;
     ptx::opaque(chunk);
 #pragma unroll 1
     for (; chunk < u.end; ++chunk) {
-      const int start = chunk * kChunk + 16 * warp, slot = block_slot(u, s_.rows, start + kChunk);
+      const int start = chunk * kChunk + 16 * warp, slot = block_slot(u, start + kChunk);
       const bool more = chunk + 1 < u.end, loaded = chunk >= u.begin;
-      if (more) prefetch_block(u, start + kChunk, slot, shared);
-      next_values();
-      if (loaded) score_rows(u, s_.rows, start, keys, shared);
-      if (more) load_keys(u, slot, keys);
-      if (!loaded) {
-        const int queries = s_.attention.group * kHeadDim;  // of a row and kv head
-        load_queries(u, mine<uint16_t>(w_.q) + head * queries, s_.attention.kv_heads * queries, shared);
+      if (loaded) {
+        if (more) prefetch_block(u, start + kChunk, slot, shared);
+        next_values();
+        score_rows(u, s_.rows, start, keys, shared);
       }
+      if (more && own)
+        load_keys(shared.value[chunk & 1], keys);
+      else if (more)
+        load_keys(u, slot, keys);
       wait_values();
       sync_block();
       if (!loaded) continue;
@@ -193,7 +290,8 @@ class AttentionSteps : public RowSteps {
               columns = static_cast<int>(p_.q_columns());
     const uint64_t* stored = sums_of(kind, sequence, s_.rows.index[i], head, parts);
     if (warp >= heads) return;
-    const uint32_t gate = __ldcg(reinterpret_cast<uint32_t*>(mine<uint16_t>(w_.u) + i * columns + column));
+    const uint64_t* gates = mine<uint64_t>(w_.u) + (i * columns + column) / 2;
+    const uint64_t early = ptx::load_relaxed_sys(gates);  // while the parts come
     const uint64_t *numerators = stored + warp * kHeadDim + 2 * lane, *denominators = stored + heads * kHeadDim + warp;
     const uint32_t epoch = place_.epoch;
     constexpr int kAtOnce = 4;  // loads in flight
@@ -239,7 +337,10 @@ class AttentionSteps : public RowSteps {
     }
     all = {all.x + own.x, all.y + own.y};  // the last stretch; +0 if it was complete
     denominator = denominator + own_denominator;
-    const uint32_t o = gated(pack(to_bf16(all.x / denominator), to_bf16(all.y / denominator)), gate);
+    uint32_t gate[1] = {static_cast<uint32_t>(early)};
+    if (is_stale(early, epoch))
+      wait(Phase::kAttention, [&](int) { return gates; }, [&](int) { return me(); }, gate, kBarrierGrace);
+    const uint32_t o = gated(pack(to_bf16(all.x / denominator), to_bf16(all.y / denominator)), gate[0]);
     store_slot(mine<uint64_t>(w_.o) + (i * columns + column) / 2, o, place_.epoch);
   }
 

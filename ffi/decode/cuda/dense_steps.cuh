@@ -32,9 +32,12 @@ class DenseSteps : public OperandSteps {
     const int columns = static_cast<int>(p_.moe_columns()), words = columns / 2;
     const int warp = thread_index() / 32, lane = thread_index() % 32;
 #pragma unroll 1
-    for (int at = (warp * blocks() + first_unit(3)) * 32 + lane; at < rows() * words; at += blocks() * kThreads)
-      push_all(w_.pooled, kMaxRows * words, at,
-               wait_segments(place_, Phase::kRouter, mine<uint64_t>(w_.pool_sums) + 2 * at, kMaxRows * columns));
+    for (int at = (warp * blocks() + first_unit(3)) * 32 + lane; at < rows() * words; at += blocks() * kThreads) {
+      const uint32_t two =
+          wait_segments(place_, Phase::kRouter, mine<uint64_t>(w_.pool_sums) + 2 * at, kMaxRows * columns);
+      if (place_.gave_up) return;  // the router's waits say so
+      push_all(w_.pooled, kMaxRows * words, at, two);
+    }
   }
 
  protected:

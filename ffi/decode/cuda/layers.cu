@@ -1,7 +1,7 @@
 // The fused decode step on a GPU: one launch for all layers and, where the call asks for it, the head. The blocks of a
-// device are shared out among its ranks; a rank's blocks meet at barriers, ranks meet through slots (sync.cuh); in
-// every block one warp streams weights, three finish what the experts' chains made, and the others compute. The
-// arithmetic is ffi/decode/cpu/layers.cc's, bit for bit.
+// device are shared out among its ranks; blocks and ranks meet through slots (sync.cuh); in every block one warp
+// streams weights, three finish what the experts' chains made, and the others compute. The arithmetic is
+// ffi/decode/cpu/layers.cc's, bit for bit.
 #include <algorithm>
 
 #include "ffi/decode/cuda/expert_steps.cuh"
@@ -12,7 +12,7 @@
 namespace muse {
 namespace {
 
-// The computing warps' run through the layers. Between phases: a barrier of the rank, or slots that were waited for.
+// The computing warps' run through the layers. Between phases: slots that were waited for.
 // Which layer and which GEMM it is stands in shared memory, and nothing else lasts longer than a phase: the experts'
 // chains take all registers, and what their callers kept would be spilled.
 class Step : public ExpertSteps {
@@ -24,32 +24,35 @@ class Step : public ExpertSteps {
     if (rows() == 0) return a_.head.token && run_phase<&HeadSteps::run>();  // which is false
     mark(Mark::kStart);
     while (layer() < p_.layer_end) {
-      if (!attention() || !row_parallel()) return false;
-      if (!moe() || !row_parallel()) return false;
-      next_layer();
+      if (!run_phase<&Step::gemm>()) return false;  // one call for all four: registers are few
+      const Gemm next = s_.gemm;
+      if (next == Gemm::kOutput) {
+        attention();
+      } else if (next == Gemm::kPostExpert) {
+        if (!moe()) return false;
+      } else {
+        if (!row_parallel()) return false;
+        if (next == Gemm::kQkvu) next_layer();
+      }
     }
     return rank_barrier(Phase::kEnd) && (!a_.head.token || run_phase<&HeadSteps::run>());
   }
 
  private:
-  // From the stream to what o_proj multiplies.
-  __device__ bool attention() {
-    if (!run_phase<&Step::gemm>()) return false;
+  // From the sums of q, k, v and u to what o_proj multiplies.
+  __device__ void attention() {
     mark(Mark::kProject);
     run_phase<&Step::finish_heads>();
-    sync_block();  // all have read the epoch
-    next_epoch();  // the sums of squares that were waited for are of the layer before
+    run_phase<&Step::arrive>();  // all have read the epoch
+    next_epoch();                // the sums of squares that were waited for are of the layer before
     mark(Mark::kHeads);
-    if (!rank_barrier(Phase::kAttention)) return false;
     run_phase<&Step::attend_rows>();
     run_phase<&Step::finish_rows>();
     mark(Mark::kAttend);
-    return true;
   }
 
-  // From the stream to the experts' outputs.
+  // From the pooled rows' sums to the experts' outputs.
   __device__ bool moe() {
-    if (!run_phase<&Step::gemm>()) return false;
     run_phase<&Step::push_pooled>();
     mark(Mark::kPool);
     if (!run_phase<&Step::route_rows>()) return false;
@@ -81,9 +84,8 @@ class Step : public ExpertSteps {
     run_phase<&Step::end_experts>();
   }
 
-  // A row-parallel GEMM and its branch into the stream.
+  // A row-parallel GEMM's branch into the stream.
   __device__ bool row_parallel() {
-    if (!run_phase<&Step::gemm>()) return false;
     mark(Mark::kOutput);
     run_phase<&Step::reduce>();
     mark(Mark::kReduce);

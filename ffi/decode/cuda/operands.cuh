@@ -169,7 +169,9 @@ class OperandSteps : public DenseBase {
     const int words = static_cast<int>(attention ? p_.q_columns() : p_.moe_columns()) / 2;
     const int count = min(kPassRows, rows() - i0);
     const uint64_t* slots = mine<uint64_t>(attention ? w_.o : w_.combined) + i0 * words;
-    if (attention) {  // first a word of what a block stores at once: all would be much to look at again and again
+    if (attention) {
+      if (thread_index() == kThreads - 1) wait_arrived(place_, Phase::kAttention);  // before partial sums are stored: H
+      // First a word of what a block stores at once: all would be much to look at again and again.
       const int heads = s_.attention.kv_heads;
 #pragma unroll 1
       for (int part = thread_index(); part < count * heads; part += kThreads) {

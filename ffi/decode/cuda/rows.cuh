@@ -14,10 +14,6 @@ struct DeviceRows {
   int32_t token[kMaxRows], sequence[kMaxRows], position[kMaxRows], committed[kMaxRows];
   uint8_t index[kMaxRows];           // among the sequence's rows: K and V go to slot position committed + index
   uint8_t path[kMaxRows][kMaxRows];  // path[i][d]: index of the in-flight row at position committed + d that row i sees
-
-  __device__ int slot_position(int i, int position) const {
-    return position < committed[i] ? position : committed[i] + path[i][position - committed[i]];
-  }
 };
 
 // By all computing threads of a block (at least kMaxRows); `rows` is shared memory.
