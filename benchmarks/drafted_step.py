@@ -49,7 +49,7 @@ CANDIDATES = 52
 PROFILED = 5
 """Steps under the profiler."""
 OURS = {"draft_kernel": "draft", "decode_layers": "verify",
-        "accept_kernel": "accept"}  # fmt: skip
+        "accept_kernel": "accept", "emset": "memory set"}  # fmt: skip
 
 
 def draft_config(block_width: int, shrink: int = 1) -> DFlashConfig:

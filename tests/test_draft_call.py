@@ -69,7 +69,8 @@ def same_as_reference(draft, carry, shown, token, lengths) -> None:
 
 
 def random_draft(config, seed, data) -> None:
-    """Both kinds, one to four sequences of any length, weights with NaN, infinities and huge numbers in a third."""
+    """Both kinds, one to four sequences of any length, weights with NaN, infinities and huge numbers in a third, in half a
+    feature that is nothing but NaN."""
     rng = np.random.default_rng(seed)
     width, batch = data.draw(st.integers(1, config.block_width)), data.draw(st.integers(1, 4))
     draft = helpers.make(config, seed % 1000, width=width)
@@ -80,6 +81,8 @@ def random_draft(config, seed, data) -> None:
     fed = data.draw(st.integers(1, 20))
     count = rng.integers(0, fed + 1, batch).astype(np.int32)
     features = wild(rng, batch, fed, len(config.tap_layers), config.hidden_size)
+    if data.draw(st.booleans()):  # the bits that a GPU's words have before they come
+        features.view(np.uint16)[:, -1] = 0xFFFF
     shown = helpers.seen(jnp.asarray(features), count, np.maximum(lengths - count, 0))
     carry = random_context(rng, config, draft, lengths)
     same_as_reference(draft, carry, shown, rng.integers(0, config.vocab_size, batch).astype(np.int32), lengths)

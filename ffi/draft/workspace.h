@@ -22,7 +22,7 @@ struct DraftWorkspace {
   // What phases tell each other: words of two bf16 numbers, or one fp32 number, that are their own flags. Each is
   // stored once in a launch, so nobody need know who has read it.
   int64_t words, word_bytes;
-  int64_t features, fused, context, context_sums, keys_values;  // of the tokens that are added to the context
+  int64_t features, fused, context, context_sums, keys_values;     // of the tokens that are added to the context
   DraftBuffers normed, row_sums, coefficients, convolved, branch;  // by sublayer; the first two also of the head
   DraftBuffers projected, heads, attended, gated;                  // by layer
   int64_t bytes;

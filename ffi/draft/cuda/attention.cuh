@@ -190,7 +190,8 @@ class DraftAttention : public DraftPhases {
         constexpr int kKeyPairs = (kKeys + 31) / 32;  // of blocks
         uint32_t v[kKeyPairs][4];
 #pragma unroll
-        for (int two = 0; two < kKeyPairs; ++two) ptx::ldmatrix_x4_trans(v[two], base + tile_offset(two * 32 + lane(), tile8));
+        for (int two = 0; two < kKeyPairs; ++two)
+          ptx::ldmatrix_x4_trans(v[two], base + tile_offset(two * 32 + lane(), tile8));
         float sum[4];
         product(weights, [&](int i) { return v[i / 4][i % 4]; }, sum);
         const int column = half * kColumns + tile8 * 8 + 2 * t;
@@ -202,9 +203,8 @@ class DraftAttention : public DraftPhases {
   // Of the block's own keys or values, row `key` of sequence b and kv head n from a column on.
   __device__ const uint16_t* own_part(int b, int n, bool value, int key, int column) const {
     const int64_t row = b * static_cast<int>(p_.block) + key;
-    const uint16_t* from =
-        value ? at<uint16_t>(s_.offsets.projected.of(l())) + row * projected_width() + heads_width()
-              : at<uint16_t>(s_.offsets.heads.of(l())) + row * heads_width() + p_.q_columns();
+    const uint16_t* from = value ? at<uint16_t>(s_.offsets.projected.of(l())) + row * projected_width() + heads_width()
+                                 : at<uint16_t>(s_.offsets.heads.of(l())) + row * heads_width() + p_.q_columns();
     return from + n * static_cast<int>(p_.head_dim) + column;
   }
   // Until all is there that a thread will fetch of them.

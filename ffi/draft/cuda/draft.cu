@@ -1,5 +1,6 @@
 // A whole draft on a GPU in one launch: one block per multiprocessor, all resident at once. What phases tell each other
-// are words that are their own flags (workspace.h), but for a few that meet at barriers. The arithmetic is ffi/draft/cpu/draft.cc's, bit for bit.
+// are words that are their own flags (workspace.h), but for a few that meet at barriers. The arithmetic is
+// ffi/draft/cpu/draft.cc's, bit for bit.
 #include <algorithm>
 
 #include "ffi/draft/cuda/attention.cuh"
@@ -43,7 +44,8 @@ class Table {
     const DraftPlan& p = c_.plan;
     const DraftWorkspace& w = s_.offsets;
     const DraftLayer& layer = c_.layer[l];
-    const int h = static_cast<int>(p.hidden), q = static_cast<int>(p.q_columns()), kv = static_cast<int>(p.kv_columns());
+    const int h = static_cast<int>(p.hidden), q = static_cast<int>(p.q_columns()),
+              kv = static_cast<int>(p.kv_columns());
     const int inner = static_cast<int>(p.inner), rows = static_cast<int>(p.rows()), all = q + 2 * kv, mlp = 2 * l + 1;
     const int64_t projected = w.projected.of(l), gated = w.gated.of(l);
     matrices_ = first_ = 1 + 2 * static_cast<int>(p.layers), jobs_ = 2;
@@ -198,7 +200,8 @@ Status draft(Stream stream, const DraftCall& call) {
   if (multiprocessors < kSegments)  // rows.cuh
     return {"draft: device " + std::to_string(device) + " has " + std::to_string(multiprocessors) +
             " multiprocessors, at least " + std::to_string(kSegments) + " are needed"};
-  const int64_t region = std::max<int64_t>(kDraftRegionBytes, p.hidden / kSegments * 2), bytes = sizeof(DraftShared) + region;
+  const int64_t region = std::max<int64_t>(kDraftRegionBytes, p.hidden / kSegments * 2),
+                bytes = sizeof(DraftShared) + region;
   if (bytes > limit)
     return {"draft: a block needs " + std::to_string(bytes) + " bytes of shared memory, device " +
             std::to_string(device) + " has " + std::to_string(limit) + "; hidden_size " + std::to_string(p.hidden) +

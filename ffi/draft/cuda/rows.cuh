@@ -100,9 +100,7 @@ class DraftRows : public DraftPhases {
       const int64_t row = int64_t{b} * slots + position % slots;
       for (int e = 2 * (lane() % kLanes); e < d; e += 2 * kLanes) {
         const uint32_t value = wait_word(key + kv * d + e);
-        const auto finite = [](uint16_t low, uint16_t high) {
-          return two_bf16(draft_finite(low), draft_finite(high));
-        };
+        const auto finite = [](uint16_t low, uint16_t high) { return two_bf16(draft_finite(low), draft_finite(high)); };
         *reinterpret_cast<uint32_t*>(c_.layer[l].ring_k + (row * kv + head) * d + e) =
             finite(finished[e], finished[e + 1]);
         *reinterpret_cast<uint32_t*>(c_.layer[l].ring_v + (row * kv + head) * d + e) =
@@ -142,7 +140,8 @@ class DraftRows : public DraftPhases {
 
   __device__ void store_operand(int64_t operand, int row, int k, int inner, const uint4& v) const {
     auto* to = reinterpret_cast<uint32_t*>(at<uint16_t>(operand) + draft_operand_at(row, k, inner));
-    store_word(to, v.x), store_word(to + 2, v.y), store_word(to + 4, v.z), store_word(to + 6, v.w);  // a lane is 8 bytes
+    store_word(to, v.x), store_word(to + 2, v.y), store_word(to + 4, v.z),
+        store_word(to + 6, v.w);  // a lane is 8 bytes
   }
 
   // Columns k to k + 7 of row i, whose norm it will be.

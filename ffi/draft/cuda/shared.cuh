@@ -12,7 +12,7 @@ namespace muse {
 
 constexpr int kDraftSlots = 2;   // of a warp's weight ring
 constexpr int kDraftGroups = 4;  // 16-row groups of weights that a warp multiplies at once
-constexpr int kDraftStep = 64;   // k of a slot
+constexpr int kDraftStep = 64;   // k of a piece of a slot
 constexpr int kDraftPieceBytes = 16 * kDraftStep * 2, kDraftSlotBytes = kDraftGroups * kDraftPieceBytes;
 constexpr int kDraftRingBytes = kWarps * kDraftSlots * kDraftSlotBytes;
 constexpr int kDraftRegionBytes = kWarps * kDraftGroups * 16 * 16 * 4;  // at least, what phases use in turn: sums
@@ -63,8 +63,8 @@ struct DraftShared {
 extern __shared__ __align__(128) unsigned char draft_memory[];
 __device__ __forceinline__ DraftShared& draft_shared() { return *reinterpret_cast<DraftShared*>(draft_memory); }
 
-// Words that are their own flags (workspace.h): until a word has come, all its bits are set, which is a NaN, as two bf16
-// numbers or as an fp32 one, that no arithmetic makes.
+// Words that are their own flags (workspace.h): until a word has come, all its bits are set, which is a NaN, as two
+// bf16 numbers or as an fp32 one, that no arithmetic makes.
 constexpr uint32_t kUnset = ~0u;
 __device__ __forceinline__ uint32_t to_word(uint32_t data) { return data == kUnset ? 0x7FFF7FFFu : data; }
 __device__ __forceinline__ bool is_set(uint32_t word) { return word != kUnset; }

@@ -161,8 +161,10 @@ void mma(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
       for (int j = 0; j < 4; ++j) sums[g + 8 * (j >> 1)][2 * t + (j & 1)] = v.d[j];
     }
     // Kernels multiply by zeros where nothing is: a finite sum then stays what it is.
-    const auto is_zero = [](const uint16_t(&x)[16]) { return std::all_of(x, x + 16, [](uint16_t e) { return e == 0; }); };
-    const auto is_finite = [](const uint16_t(&x)[16]) { return std::all_of(x, x + 16, bf16_finite); };
+    const auto is_zero = [](const uint16_t (&x)[16]) {
+      return std::all_of(x, x + 16, [](uint16_t e) { return e == 0; });
+    };
+    const auto is_finite = [](const uint16_t (&x)[16]) { return std::all_of(x, x + 16, bf16_finite); };
     for (int n = 0; n < 8; ++n) {
       const bool zero = kOperand == Operand::kBf16 && is_zero(columns[n]);
       for (int i = 0; i < 16; ++i)
