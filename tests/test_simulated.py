@@ -38,6 +38,7 @@ def run_tests(tests: list[str], tmp_path: Path, blocks: int, seed: int, **enviro
         cwd=TESTS.parent, capture_output=True, text=True, timeout=1800,
         env=os.environ | environment | {
             "PYTHONPATH": path, "MUSE_SIMULATOR_BLOCKS": str(blocks), "MUSE_SIMULATOR_SEED": str(seed),
+            "MUSE_SIMULATOR_MULTIPROCESSORS": str(blocks),  # where no communicator is made
         },
     )  # fmt: skip
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-6000:]

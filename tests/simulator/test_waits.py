@@ -1,5 +1,6 @@
-"""How a step of the simulated kernels ends that cannot go on: in an error that names who waited and where."""
+"""How calls of the simulated kernels end that cannot go on: in an error that names who waited and where, or what is missing."""
 
+import dflash_helpers
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -39,3 +40,13 @@ def test_bad_row():
     assert np.isnan(np.asarray(output)).all()
     with pytest.raises(RuntimeError, match="row 1 of the step has a token"):
         model.weights.communicator.check()
+
+
+def test_few_multiprocessors(monkeypatch):
+    """A draft needs a block for each segment of a row."""
+    monkeypatch.setenv("MUSE_SIMULATOR_MULTIPROCESSORS", "7")
+    draft = dflash_helpers.make(dflash_helpers.V1)
+    shown = dflash_helpers.seen(dflash_helpers.features(1, 1), jnp.array([1]), jnp.array([0]))
+    given = draft.start(batch=1, capacity=9), shown, jnp.array([5], jnp.int32), jnp.array([1], jnp.int32)
+    with pytest.raises(jax.errors.JaxRuntimeError, match="draft: device 0 has 7 multiprocessors, at least 8"):
+        jax.block_until_ready(dflash_helpers.propose(draft, *given)[0].token)

@@ -94,8 +94,6 @@ __device__ __forceinline__ uint32_t two_bf16(uint16_t low, uint16_t high) {
 __device__ __forceinline__ uint16_t half_of(uint32_t word, int which) {
   return static_cast<uint16_t>(which ? word >> 16 : word);
 }
-// Eight bf16 at an address that is a multiple of 16 bytes, of memory that other blocks write.
-__device__ __forceinline__ uint4 load_eight(const uint16_t* p) { return __ldcg(reinterpret_cast<const uint4*>(p)); }
 __device__ __forceinline__ uint16_t element(const uint4& v, int j) {
   const uint32_t word = j < 2 ? v.x : j < 4 ? v.y : j < 6 ? v.z : v.w;
   return half_of(word, j & 1);
