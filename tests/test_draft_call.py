@@ -69,8 +69,8 @@ def same_as_reference(draft, carry, shown, token, lengths) -> None:
 
 
 def random_draft(config, seed, data) -> None:
-    """Both kinds, one to four sequences of any length, weights with NaN, infinities and huge numbers in a third, in half a
-    feature that is nothing but NaN."""
+    """Both kinds, one to four sequences of any length, weights with NaN, infinities and huge numbers in a third, a
+    feature that is nothing but NaN in half."""
     rng = np.random.default_rng(seed)
     width, batch = data.draw(st.integers(1, config.block_width)), data.draw(st.integers(1, 4))
     draft = helpers.make(config, seed % 1000, width=width)
