@@ -1,4 +1,4 @@
-"""How calls of the simulated kernels end that cannot go on: in an error that says who waited and where, or what lacks."""
+"""How calls of the simulated kernels end that cannot go on: in an error that says who waited where, or what lacks."""
 
 import dflash_helpers
 import jax
