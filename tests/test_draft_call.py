@@ -32,9 +32,9 @@ def configs(draw) -> DFlashConfig:
         windows=tuple(draw(st.lists(st.sampled_from([None, 1, 5, 12, 140]), min_size=1, max_size=3))),
         rms_norm_eps=1e-5, tap_layers=tuple(range(draw(st.integers(1, 3)))), mask_token_id=vocab - 2,
         output_multiplier=draw(st.sampled_from([0.5, 2.0])), final_logit_softcapping=20.0,
-        block_width=draw(st.integers(2, 16)), top_k=draw(st.integers(2, 16)),
+        block_width=draw(st.integers(2, 16)), top_k=draw(st.integers(1, 16)),
         selector_rank=draw(st.sampled_from([8, 16, 40])) if v2 else None,
-        conv_group_size=draw(st.sampled_from([16, 32])) if v2 else None,
+        conv_group_size=draw(st.sampled_from([4, 16, 32])) if v2 else None,
     )  # fmt: skip
 
 
@@ -78,10 +78,10 @@ def random_draft(config, seed, data) -> None:
         name = data.draw(st.sampled_from(sorted(draft.params)))
         draft.params[name] = jnp.asarray(wild(rng, *draft.params[name].shape))
     lengths = rng.integers(0, 280, batch).astype(np.int32)
-    fed = data.draw(st.integers(1, 20))
+    fed = data.draw(st.integers(0, 20))
     count = rng.integers(0, fed + 1, batch).astype(np.int32)
     features = wild(rng, batch, fed, len(config.tap_layers), config.hidden_size)
-    if data.draw(st.booleans()):  # the bits that a GPU's words have before they come
+    if fed and data.draw(st.booleans()):  # the bits that a GPU's words have before they come
         features.view(np.uint16)[:, -1] = 0xFFFF
     shown = helpers.seen(jnp.asarray(features), count, np.maximum(lengths - count, 0))
     carry = random_context(rng, config, draft, lengths)
@@ -92,6 +92,24 @@ def random_draft(config, seed, data) -> None:
 drawn = given(configs(), st.integers(0, 2**31), st.data())
 test_random_drafts = settings(max_examples=2, deadline=None)(drawn(random_draft))
 test_many_random_drafts = pytest.mark.slow(settings(max_examples=100, deadline=None)(drawn(random_draft)))
+
+
+EDGES = {
+    "no new tokens": (helpers.V2, 2, 0),
+    "convolution by four columns, one candidate": (helpers.V2.replace(conv_group_size=4, top_k=1), 2, 17),
+    "a block of more keys than few": (helpers.V2.replace(block_width=40), 1, 5),
+}
+
+
+@pytest.mark.parametrize("edge", EDGES)
+def test_edges(edge):
+    config, batch, fed = EDGES[edge]
+    rng, draft = np.random.default_rng(3), helpers.make(config, 5)
+    lengths, count = rng.integers(0, 280, batch).astype(np.int32), rng.integers(0, fed + 1, batch).astype(np.int32)
+    features = jnp.asarray(wild(rng, batch, fed, len(config.tap_layers), config.hidden_size))
+    shown = helpers.seen(features, count, np.maximum(lengths - count, 0))
+    carry = random_context(rng, config, draft, lengths)
+    same_as_reference(draft, carry, shown, rng.integers(0, config.vocab_size, batch).astype(np.int32), lengths)
 
 
 @pytest.mark.parametrize("config", [helpers.V1, helpers.V2.replace(windows=(600, None))], ids=["dflash", "dflash2"])

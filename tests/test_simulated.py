@@ -16,7 +16,7 @@ PARITY, EDGES, TREES = "test_decode_parity.py::", "test_decode_edges.py::", "tes
 DRAFT = "test_draft_call.py::"
 RUNS = {  # blocks of a rank, seed: tests
     (9, 1): [PARITY + "test_wide_experts[nvfp4]", EDGES + "test_all_experts_equal", DRAFT + "test_random_drafts"],
-    (11, 2): [TREES + "test_one_path_against_the_oracle", "simulator"],
+    (11, 2): [TREES + "test_one_path_against_the_oracle", DRAFT + "test_edges", "simulator"],
 }
 SLOW = {
     (8, 3): [PARITY + "test_random_models[0]", PARITY + "test_random_models[1]", PARITY + "test_wide_experts"],

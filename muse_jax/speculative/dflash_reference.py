@@ -42,6 +42,8 @@ def inject(config: DFlashConfig, params: Weights, context: Context, features: An
     """
     features, count, first = (np.asarray(x) for x in (features, count, first))
     batch, length = features.shape[:2]
+    if length == 0:
+        return context
     # No norm per layer and no convolution before these projections: the context is the same for all layers.
     shared = linear(features.reshape(batch, length, -1), params["fc.weight"])
     shared = rms_norm(shared, params["hidden_norm.weight"], config.rms_norm_eps)

@@ -7,7 +7,8 @@
 
 namespace muse {
 
-// A block's view of its rank, the time and how far it is; in shared memory, and changed by thread 0 only.
+// A block's view of its rank, the time and how far it is; in shared memory, and changed by thread 0 only, but for the
+// last.
 struct Place {
   unsigned char* const* workspace;  // of all ranks
   Control* control;                 // of this rank

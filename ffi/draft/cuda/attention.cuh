@@ -29,11 +29,10 @@ class DraftAttention : public DraftPhases {
 
   // The block's first chunk into L2, while it still has to wait for the queries: a thread half of a key or value.
   __device__ void prefetch() {
-    const int u = block(), of_ring = ring_chunks(), kv = static_cast<int>(p_.kv_heads);
-    if (u >= static_cast<int>(p_.batch) * kv * of_ring) return;
-    const int head = u / of_ring, key = (u - head * of_ring) * static_cast<int>(kChunkKeys) + threadIdx.x / 2;
+    const int u = block(), whole = whole_chunks(), kv = static_cast<int>(p_.kv_heads);
+    if (u >= static_cast<int>(p_.batch) * kv * whole) return;
+    const int head = u / whole, key = (u - head * whole) * static_cast<int>(kChunkKeys) + threadIdx.x / 2;
     const int slots = static_cast<int>(p_.slots[l()]), d = static_cast<int>(p_.head_dim), b = head / kv;
-    if (key >= slots) return;
     const int64_t at = ((int64_t{b} * slots + key) * kv + head - b * kv) * d + threadIdx.x % 2 * (d / 2);
     ptx::prefetch_l2(layer().ring_k + at), ptx::prefetch_l2(layer().ring_v + at);
   }

@@ -112,7 +112,13 @@ __device__ __forceinline__ void phase(Args... args) {
 
 // All blocks meet: for what they wrote without flags. A barrier's release waits for all weights that its multiprocessor
 // has under way, which takes as long as a full ring does. False: somebody gave up, leave the kernel.
-__device__ __forceinline__ bool meet() { return rank_barrier(draft_shared().place, Phase::kHead); }
+__device__ __forceinline__ bool meet() {
+  DraftShared& s = draft_shared();
+  const bool all = rank_barrier(s.place, Phase::kHead);
+  if (threadIdx.x == 0) s.going_on = all;  // who comes to wait next may give up while others still look
+  sync_block();
+  return s.going_on;
+}
 
 // A sublayer's first GEMM, behind its convolution.
 __device__ __forceinline__ void project(bool mlp) {

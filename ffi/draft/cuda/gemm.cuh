@@ -53,7 +53,7 @@ __device__ __noinline__ void next_draft_batch() {
   while (!found && ++job < s.jobs) {
     const Range groups = draft_groups(s.table[job]);
     group = groups.begin, pass = 0;
-    found = groups.begin < groups.end;  // this block has a part of it
+    found = groups.begin < groups.end && s.table[job].tokens > 0;  // this block has a part of it
   }
   int count = 0;
   DraftGroup at{};

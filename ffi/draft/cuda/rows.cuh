@@ -95,6 +95,7 @@ class DraftRows : public DraftPhases {
       const uint16_t* key =
           at<uint16_t>(s_.offsets.keys_values) + int64_t{i} * width + (2 * l * kv + head) * int64_t{d};
       const uint16_t* finished = finish_head(key, c_.layer[l].k_norm, position);
+      if (__any_sync(~0u, s_.place.gave_up)) return;  // what was waited for is without sense
       // Of more tokens than the ring holds only the last count.
       if (own >= units || t >= count || t < count - slots || position < 0) continue;
       const int64_t row = int64_t{b} * slots + position % slots;

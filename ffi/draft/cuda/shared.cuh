@@ -52,10 +52,10 @@ struct DraftShared {
   DraftWorkspace offsets;
   int32_t jobs, job;  // how many, and which is next
   DraftCursor fetch[kWarps];
-  int32_t slot;  // the next to be read
+  int32_t slot;   // the next to be read
+  bool going_on;  // all blocks came to the last barrier
   DraftJob table[kMaxDraftJobs];
   DraftMatrix matrix[kMaxDraftMatrices];
-  float partial[kSegments];
   int32_t position[kChunkKeys];
   alignas(128) unsigned char region[];
 };
