@@ -230,6 +230,7 @@ class DraftGemm : public DraftPhases {
     // Groups of a slot; blocks of a slot, or of the two that four groups take; rounds of blocks.
     constexpr int kInSlot = kGroups == 1 ? 1 : 2, kBlocks = kDraftGroups / kInSlot * kDraftStep / 16;
     constexpr int kAtOnce = 4, kRounds = kBlocks / kAtOnce;
+    constexpr bool kTwice = kGroups > kInSlot;  // two slots need the same tokens
     const int length = job.inner / kSegments, blocks = length / 16;
     const int tokens_left = job.tokens - pass * static_cast<int>(kDraftTokens);
     const bool both = tokens_left > 8;  // tiles of eight tokens
@@ -285,7 +286,7 @@ class DraftGemm : public DraftPhases {
         for (int n = 0; n < kRounds; ++n) {
 #pragma unroll
           for (int e = 0; e < kAtOnce; ++e) tokens[n][e][0] = ahead[n][e][0], tokens[n][e][1] = ahead[n][e][1];
-          load(next + n * kAtOnce, ahead[n]);
+          if (kTwice) load(next + n * kAtOnce, ahead[n]);
         }
 #pragma unroll
         for (int begin = 0; begin < kGroups; begin += kInSlot) {
@@ -306,6 +307,8 @@ class DraftGemm : public DraftPhases {
 #pragma unroll
               for (int j = 0; j < kInSlot; ++j) ptx::mma_bf16(acc[begin + j][t], a[j], two);
             }
+            // As soon as a round's are used, in their place.
+            if (!kTwice && b % kAtOnce == kAtOnce - 1) load(next + b / kAtOnce * kAtOnce, ahead[b / kAtOnce]);
           }
           if (++slot_ == kDraftSlots) slot_ = 0;
           __syncwarp();  // the slot has been read
