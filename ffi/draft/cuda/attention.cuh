@@ -218,7 +218,7 @@ class DraftAttention : public DraftPhases {
             there = is_set(load_words(own_part(b, n, part % 2, key, column))) && there;
       return there ? -1 : 0;
     };
-    wait_until(s_.place, Phase::kHead, kBarrierGrace, look, [](int) { return 0u; });
+    wait_until_there(look);
   }
 
   // Four blocks of 16 columns of the queries, as A operands, as soon as they are there.
@@ -244,7 +244,7 @@ class DraftAttention : public DraftPhases {
         for (int j = 0; j < 4; ++j) there = there && is_set(q[block][j]);
       return there ? -1 : 0;
     };
-    wait_until(s_.place, Phase::kHead, kBarrierGrace, look, [](int) { return 0u; });
+    wait_until_there(look);
     __syncwarp();
   }
 

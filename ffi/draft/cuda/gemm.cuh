@@ -267,7 +267,7 @@ class DraftGemm : public DraftPhases {
         for (int n = 0; n < kRounds; ++n) load(block + n * kAtOnce, ahead[n]);
         return 0;
       };
-      wait_until(s_.place, Phase::kHead, kBarrierGrace, look, [](int) { return 0u; });
+      wait_until_there(look);
       __syncwarp();
     };
 #pragma unroll

@@ -121,6 +121,11 @@ class DraftPhases {
   __device__ int l() const { return static_cast<int>(s_.place.layer); }
   __device__ const DraftLayer& layer() const { return c_.layer[l()]; }
 
+  // Until look() finds nothing missing (sync.cuh), or somebody gave up.
+  template <typename Look>
+  __device__ __forceinline__ void wait_until_there(Look look) {
+    wait_until(s_.place, Phase::kHead, kBarrierGrace, look, [](int) { return 0u; });
+  }
   // `v`, which `load` has read, again and again until it is there.
   template <typename T, typename Load>
   __device__ __forceinline__ void wait_for(T& v, Load load) {
@@ -129,7 +134,7 @@ class DraftPhases {
       v = load();
       return 0;
     };
-    wait_until(s_.place, Phase::kHead, kBarrierGrace, look, [](int) { return 0u; });
+    wait_until_there(look);
   }
   __device__ __forceinline__ uint32_t wait_word(const void* p) {
     uint32_t v = load_word(p);
