@@ -20,6 +20,9 @@ constexpr int kSlotsLog2 = 5, kSlots = 1 << kSlotsLog2;
 constexpr int kUnitSumBytes = 8 * 2 * 16 * 8 * 4;
 constexpr int kUnitsLog2 = 2, kUnits = 1 << kUnitsLog2;
 
+// The router's rows, of one K segment, that a block holds while it multiplies; a released rank's block of 132 has two.
+constexpr int kHeldRouterRows = 4;
+
 // Column-parallel GEMM: a block's tasks are of one K segment of the 16 token columns.
 MUSE_FN int64_t dense_operand_bytes(int64_t k) { return k / kSegments / 16 * kTile * 2; }
 // Row-parallel GEMM: the rank's K is one segment.

@@ -20,24 +20,64 @@ __device__ __forceinline__ int column_tile_at(int i, int k, int width) {
 
 using Accumulators = float[2][4];
 
-// acc += chain over the tiles of one chunk. `operand`: the lane's first column tile. Two: rows 8 to 15 exist.
-__device__ __forceinline__ void chain_tiles(const unsigned char* chunk, const uint4* operand, int tiles, int lane,
-                                            bool two, Accumulators& acc) {
-  const uint4* weights = reinterpret_cast<const uint4*>(chunk) + lane;
-  const auto step = [&](const uint4& w, const uint4& x) {
-    const uint32_t a[4] = {w.x, w.y, w.z, w.w}, x0[2] = {x.x, x.y}, x1[2] = {x.z, x.w};
-    ptx::mma_bf16(acc[0], a, x0);
-    if (two) ptx::mma_bf16(acc[1], a, x1);
-  };
-  if (tiles == kSlotTiles) {  // all loads in flight
-    uint4 w[kSlotTiles], x[kSlotTiles];
+// A few tiles of both operands, in registers: while the products of some run, the next ones' loads are under way.
+constexpr int kStepTiles = 2, kChunkSteps = kSlotTiles / kStepTiles;
+struct StepTiles {
+  uint4 weights[kStepTiles], tokens[kStepTiles];
+};
+
+__device__ __forceinline__ void load_step(const uint4* weights, const uint4* tokens, StepTiles& step) {
 #pragma unroll
-    for (int b = 0; b < kSlotTiles; ++b) w[b] = weights[b * 32], x[b] = operand[b * 32];
-#pragma unroll
-    for (int b = 0; b < kSlotTiles; ++b) step(w[b], x[b]);
-  } else {
+  for (int b = 0; b < kStepTiles; ++b) step.weights[b] = weights[b * 32], step.tokens[b] = tokens[b * 32];
+}
+
+// acc += a tile's products. Two: rows 8 to 15 exist.
+__device__ __forceinline__ void multiply_tile(const uint4& w, const uint4& x, bool two, Accumulators& acc) {
+  const uint32_t a[4] = {w.x, w.y, w.z, w.w}, x0[2] = {x.x, x.y}, x1[2] = {x.z, x.w};
+  ptx::mma_bf16(acc[0], a, x0);
+  if (two) ptx::mma_bf16(acc[1], a, x1);
+}
+
+// acc = the chain over a task's chunks, every stride-th of the ring from `first` on. `operand`: the lane's first column
+// tile.
+__device__ __forceinline__ void chain_chunks(const Ring& ring, const DenseJob& job, uint32_t first, uint32_t stride,
+                                             const uint4* operand, int lane, bool two, Accumulators& acc) {
+  const auto tiles = [lane](const unsigned char* chunk) { return reinterpret_cast<const uint4*>(chunk) + lane; };
+  const int chunks = job.chunks();
+  uint32_t c = first;
+  if (job.blocks % kSlotTiles) {  // not at the released sizes
 #pragma unroll 1
-    for (int b = 0; b < tiles; ++b) step(weights[b * 32], operand[b * 32]);
+    for (int i = 0; i < chunks; ++i, c += stride, operand += kSlotTiles * 32) {
+      const uint4* weights = tiles(ring.wait(c));
+#pragma unroll 1
+      for (int b = 0; b < job.chunk_tiles(i); ++b) multiply_tile(weights[b * 32], operand[b * 32], two, acc);
+      ring.release(c, lane);
+    }
+    return;
+  }
+  int there = ring.wait_run(c, stride, chunks, lane);  // chunks, from the first on
+  const uint4* weights = tiles(ring.slot(c));
+  StepTiles step[2];
+  load_step(weights, operand, step[0]);
+#pragma unroll 1
+  for (int i = 1; i <= chunks; ++i) {
+#pragma unroll
+    for (int e = 0; e < kChunkSteps; ++e) {
+      constexpr int kStepQuads = kStepTiles * 32;
+      if (e + 1 < kChunkSteps) {
+        load_step(weights + (e + 1) * kStepQuads, operand + (e + 1) * kStepQuads, step[(e + 1) % 2]);
+        if (e + 2 == kChunkSteps) ring.release(c, lane);  // all are loaded
+      } else {
+        const bool more = i < chunks;  // behind the last chunk something that is of no use
+        c += stride;
+        if (more && i == there) there += ring.wait_run(c, stride, chunks - i, lane);
+        weights = more ? tiles(ring.slot(c)) : operand;
+        if (more) operand += kSlotTiles * 32;
+        load_step(weights, operand, step[0]);
+      }
+#pragma unroll
+      for (int b = 0; b < kStepTiles; ++b) multiply_tile(step[e % 2].weights[b], step[e % 2].tokens[b], two, acc);
+    }
   }
 }
 
@@ -66,10 +106,12 @@ class DenseBase : public StepBase {
     const bool helped = range.end - range.begin > kWarps;
     sync_block();
     if (helped) units_.begin_dense();
+    if (thread_index() == 0) ring_.set_streaming(true);
     tasks();
     if (helped) units_.wait_dense_end(place_.dense);
     sync_block();
     if (thread_index() > 0) return;  // read after the next barrier
+    ring_.set_streaming(false);
     place_.chunk += (range.end - range.begin) * job.chunks();
     place_.dense += helped;
   }
@@ -77,26 +119,21 @@ class DenseBase : public StepBase {
   // The tasks of the calling warp; emit(row group, accumulators).
   template <typename Emit>
   __device__ __forceinline__ void dense_tasks(const DenseJob& job, Range range, int i0, Emit emit) {
-    const int index = thread_index() / 32, warp = index < kWarps ? index : index - 1, lane = thread_index() % 32;
+    const int index = uniform(thread_index() / 32), warp = index < kWarps ? index : index - 1,
+              lane = thread_index() % 32;
     static_assert(kFirstFinisher == kWarps + 1, "the producer is left out");
-    const int chunks = job.chunks(), first_task = job.segment(range) * job.groups;
+    const int first_task = job.segment(range) * job.groups;
     const bool two = rows() - i0 > 8;
     uint32_t start = place_.chunk;
 #pragma unroll 1
     for (int first = range.begin; first < range.end; first += kTasksAtOnce) {
       const int at_once = min(kTasksAtOnce, range.end - first);
       if (warp < at_once) {
-        const uint4* x = region<uint4>() + lane;
         Accumulators acc = {};
-#pragma unroll 1
-        for (int c = 0; c < chunks; ++c, x += kSlotTiles * 32) {
-          const uint32_t chunk = start + c * at_once + warp;
-          chain_tiles(ring_.wait(chunk), x, job.chunk_tiles(c), lane, two, acc);
-          ring_.release(chunk, lane);
-        }
+        chain_chunks(ring_, job, start + warp, at_once, region<uint4>() + lane, lane, two, acc);
         emit(first + warp - first_task, acc);
       }
-      start += at_once * chunks;
+      start += at_once * job.chunks();
     }
   }
 
@@ -105,11 +142,19 @@ class DenseBase : public StepBase {
   template <typename Emit>
   __device__ __forceinline__ void for_results(int i0, const Accumulators& acc, Emit emit) const {
     const int left = rows() - i0 - thread_index() % 4 * 2;
-#pragma unroll 1
+#pragma unroll
     for (int b = 0; b < 2; ++b)
 #pragma unroll
       for (int j = 0; j < 4; ++j)
-        if (8 * b + (j & 1) < left) emit(8 * b + (j & 1), 8 * (j >> 1), b ? acc[1][j] : acc[0][j]);
+        if (8 * b + (j & 1) < left) emit(8 * b + (j & 1), 8 * (j >> 1), acc[b][j]);
+  }
+
+  // Sums as slot words, of row `row` and column `column` at slot[row * columns + column].
+  __device__ __forceinline__ void store_results(uint64_t* slot, int columns, int i0, const Accumulators& acc) const {
+    const uint32_t epoch = place_.epoch;
+    for_results(i0, acc, [&](int row, int column, float sum) {
+      store_slot(slot + row * columns + column, bit_cast<uint32_t>(sum), epoch);
+    });
   }
 
   // Column-parallel results: segment sums [segment][stride rows][columns] in the rank's scratch, of rows i0 ...

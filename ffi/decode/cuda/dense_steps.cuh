@@ -16,9 +16,7 @@ class DenseSteps : public OperandSteps {
     for (int i0 = 0; i0 < rows(); i0 += kPassRows) {
       if (!load(i0)) return false;
       mark(Mark::kLoad);
-      const bool routed = s_.gemm == Gemm::kPreExpert;  // behind the last meeting the first thread moves on
       multiply(i0);
-      if (routed) run_phase<&DenseSteps::router_dots>(i0);
     }
     if (thread_index() == 0)
       s_.gemm = s_.gemm == Gemm::kPostExpert ? Gemm::kQkvu : Gemm{static_cast<uint32_t>(s_.gemm) + 1};
@@ -52,7 +50,7 @@ class DenseSteps : public OperandSteps {
     const int segment = job.segment(tasks);
     dense_tasks(job, tasks, i0, [&](int group, const Accumulators& acc) {
       if (row_parallel) {
-        push_partials(w_.partial[which == Gemm::kPostExpert], group, i0, acc);
+        push_partials(job, w_.partial[which == Gemm::kPostExpert], group, i0, acc);
       } else {
         store_slots(which == Gemm::kQkvu ? w_.head_sums : w_.pool_sums, job.groups * 16, group, segment, i0, acc);
       }
@@ -62,6 +60,7 @@ class DenseSteps : public OperandSteps {
  private:
   // The operand of the pass that starts at row i0.
   __device__ bool load(int i0) {
+    if (s_.gemm == Gemm::kPreExpert && i0 == 0) fetch_router();
     if (s_.gemm == Gemm::kQkvu || s_.gemm == Gemm::kPreExpert) return run_phase<&DenseSteps::load_normed>(i0);
     if (s_.gemm == Gemm::kPostExpert) {
       if (i0 > 0) {  // of the first pass it is done
@@ -76,56 +75,83 @@ class DenseSteps : public OperandSteps {
 
   __device__ void multiply(int i0) {
     const auto index = static_cast<uint32_t>(s_.gemm);
-    dense_pass(s_.jobs.dense[index], s_.jobs.tasks[index], [&] { run_phase<&DenseSteps::warp_tasks>(i0); });
+    if (s_.gemm == Gemm::kPreExpert) ptx::wait_all_copies();
+    dense_pass(s_.jobs.dense[index], s_.jobs.tasks[index], [&] {
+      run_phase<&DenseSteps::warp_tasks>(i0);
+      if (s_.gemm == Gemm::kPreExpert) run_phase<&DenseSteps::router_dots>(i0);
+    });
+  }
+
+  // The block's experts of the router, in the segment that pre_expert_proj's operand is of.
+  __device__ Range router_rows() const {
+    return segment_part(static_cast<int>(p_.experts_rank()), kSegments, place_.index, place_.size);
+  }
+  __device__ const float* router_row(int row) const {
+    const int own = static_cast<int>(p_.experts_rank()), segment = row / own;
+    return weights().router + p_.router(layer()) + (row - segment * own) * hidden() + segment * (hidden() / kSegments);
+  }
+  // Of so many of them the weights lie behind the operand; they come while it is awaited.
+  __device__ int held_rows() const {
+    const Range rows = router_rows();
+    return min(rows.end - rows.begin, kHeldRouterRows);
+  }
+  __device__ float* held_router() const { return region<float>(static_cast<int>(dense_operand_bytes(p_.hidden))); }
+  __device__ void fetch_router() {
+    const int first = router_rows().begin, quads = hidden() / kSegments / 4, held = held_rows();
+#pragma unroll 1
+    for (int row = 0; row < held; ++row)
+#pragma unroll 1
+      for (int q = thread_index(); q < quads; q += kThreads)
+        ptx::copy16(ptx::shared_address(held_router() + (row * quads + q) * 4), router_row(first + row) + 4 * q);
   }
 
   // Whoever finishes columns waits for the sums that it needs, instead of all blocks for all.
   __device__ void store_slots(int64_t address, int columns, int group, int segment, int i0,
                               const Accumulators& acc) const {
     const int g = thread_index() % 32 / 4, t = thread_index() % 4;
-    uint64_t* slot = mine<uint64_t>(address) + (segment * kMaxRows + i0 + 2 * t) * columns + group * 16 + g;
-    for_results(i0, acc, [&](int row, int column, float sum) {
-      store_slot(slot + row * columns + column, bit_cast<uint32_t>(sum), place_.epoch);
-    });
+    store_results(mine<uint64_t>(address) + (segment * kMaxRows + i0 + 2 * t) * columns + group * 16 + g, columns, i0,
+                  acc);
   }
 
-  __device__ void push_partials(int64_t address, int group, int i0, const Accumulators& acc) const {
+  __device__ void push_partials(const DenseJob& job, int64_t address, int group, int i0, const Accumulators& acc) const {
     const int g = thread_index() % 32 / 4, t = thread_index() % 4;
-    const int owned = hidden() / kRanks, owner = group * 16 / owned, column = group * 16 - owner * owned + g;
-    uint64_t* slot = slots_to(owner, address, kMaxRows * owned) + (i0 + 2 * t) * owned + column;
-    for_results(i0, acc, [&](int row, int beside, float sum) {
-      store_slot(slot + row * owned + beside, bit_cast<uint32_t>(sum), place_.epoch);
-    });
+    const int owned = hidden() / kRanks, owner = job.by_groups.quotient(group * kRanks),
+              column = group * 16 - owner * owned + g;
+    store_results(slots_to(owner, address, kMaxRows * owned) + (i0 + 2 * t) * owned + column, owned, i0, acc);
   }
 
-  // Segment sums of this block's experts of this rank for one pass of rows, in the segment that the operand is of: half
-  // a warp per row. They travel as they are, which spares the rank a meeting of its blocks.
+  // Segment sums of this block's experts of this rank for one pass of rows: half a warp per row, by the warps that have no
+  // task of the GEMM, where there are some. They travel as they are, which spares the rank a meeting of its blocks.
   __device__ void router_dots(int i0) {
-    const int warp = thread_index() / 32, lane = thread_index() % 32, j = lane % 16;
+    const Range tasks = s_.jobs.tasks[static_cast<uint32_t>(Gemm::kPreExpert)];
+    const int busy = tasks.end - tasks.begin < kWarps ? tasks.end - tasks.begin : 0, warp = thread_index() / 32 - busy,
+              warps = kWarps - busy;
+    if (warp < 0) return;
+    const int lane = thread_index() % 32, j = lane % 16;
     const int own = static_cast<int>(p_.experts_rank()), count = min(kPassRows, rows() - i0), pairs = (count + 1) / 2;
-    const Range range = segment_part(own, kSegments, place_.index, place_.size);
-    const int segment = range.begin / own;
+    const Range range = router_rows();
+    const int segment = range.begin / own, held = held_rows();
     const int length = hidden() / kSegments, blocks_of_16 = length / 16;
-    const float* weights_of_layer = weights().router + p_.router(layer()) + j;
 #pragma unroll 1
-    for (int unit = warp; unit < (range.end - range.begin) * pairs; unit += kWarps) {
-      const int e = range.begin + unit / pairs - segment * own;
+    for (int unit = warp; unit < (range.end - range.begin) * pairs; unit += warps) {
+      const int of_block = unit / pairs, e = range.begin + of_block - segment * own;
       const int i = min(unit % pairs * 2 + lane / 16, count - 1);
-      const float* row = weights_of_layer + e * hidden() + segment * length;
+      const float* row =
+          (of_block < held ? held_router() + of_block * length : router_row(range.begin + of_block)) + j;
       const uint16_t* h = region<uint16_t>() + column_tile_at(i, j, 0);
       float sum = 0.0f;
-      constexpr int kAtOnce = 16;  // loads in flight: they come from L2, and there is nothing else to do
+      constexpr int kAtOnce = 16;  // loads in flight
       int b = 0;
 #pragma unroll 1
       for (; b + kAtOnce <= blocks_of_16; b += kAtOnce) {
         float w[kAtOnce];
 #pragma unroll
-        for (int e = 0; e < kAtOnce; ++e) w[e] = __ldg(row + (b + e) * 16);
+        for (int e = 0; e < kAtOnce; ++e) w[e] = row[(b + e) * 16];
 #pragma unroll
         for (int e = 0; e < kAtOnce; ++e) sum = fma1(from_bf16(h[(b + e) * kTile]), w[e], sum);
       }
 #pragma unroll 1
-      for (; b < blocks_of_16; ++b) sum = fma1(from_bf16(h[b * kTile]), __ldg(row + b * 16), sum);
+      for (; b < blocks_of_16; ++b) sum = fma1(from_bf16(h[b * kTile]), row[b * 16], sum);
       sum = fold_warp(sum);
       // The eight lanes of each half store for eight ranks.
       if (j < kRanks)

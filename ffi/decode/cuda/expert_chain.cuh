@@ -44,21 +44,37 @@ __device__ __forceinline__ void code_numbers(uint32_t word, uint32_t (&x)[2]) {
 
 // The lane's registers of the blocks from `first` on of a segment of a row (column g's) that has come; it has `count`
 // blocks, the others become zeros. t = lane % 4.
-template <ExpertKind kKind, int kBlocks>
+template <int kBlocks>
 __device__ __forceinline__ void load_tokens(const uint64_t* row, int first, int count, int t,
                                             TokenOperand<kBlocks>& x) {
-  constexpr int kPieceBlocks = kKind == ExpertKind::kW4A4 ? 2 : 1;
-  const uint4* from = reinterpret_cast<const uint4*>(row + first / kPieceBlocks * kPieceWords) + t;
+  const uint4* from = reinterpret_cast<const uint4*>(row + first * kPieceWords) + t;
 #pragma unroll
-  for (int b = 0; b < kBlocks; b += kPieceBlocks) {
-    const uint4 two = first + b < count ? __ldcg(from + b / kPieceBlocks * (kPieceWords / 2)) : uint4{0, 0, 0, 0};
-    if constexpr (kKind == ExpertKind::kW4A4) {
-      code_numbers(two.x, x[b]);
-      code_numbers(first + b + 1 < count ? two.z : 0u, x[b + 1]);
-    } else {
-      x[b][0] = two.x, x[b][1] = two.z;
-    }
+  for (int b = 0; b < kBlocks; ++b) {
+    const uint4 two = first + b < count ? __ldcg(from + b * (kPieceWords / 2)) : uint4{0, 0, 0, 0};
+    x[b][0] = two.x, x[b][1] = two.z;
   }
+}
+
+// The same of codes, which are slot words of `epoch`: the last piece that is not there yet, or -1.
+template <int kBlocks>
+__device__ __forceinline__ int load_codes(const uint64_t* row, int first, int count, int t, uint32_t epoch,
+                                          TokenOperand<kBlocks>& x) {
+  const uint64_t* from = row + first / 2 * kPieceWords + 2 * t;
+  const int left = count - first;
+  int late = -1;
+#pragma unroll
+  for (int b = 0; b < kBlocks; b += 2) {
+    const int piece = min(b, left - 1) / 2;  // the last one again
+    uint64_t two[2];
+    ptx::load_relaxed_sys_v2(from + piece * static_cast<int>(kPieceWords), two);
+    const auto stale = [epoch](uint64_t word) { return static_cast<uint32_t>(word >> 32) != epoch; };
+    if (stale(two[0]) || (2 * piece + 1 < left && stale(two[1]))) late = piece;
+    x[b][0] = static_cast<uint32_t>(two[0]);
+    x[b + 1][0] = static_cast<uint32_t>(two[1]);
+  }
+#pragma unroll
+  for (int b = 0; b < kBlocks; ++b) code_numbers(b < left ? x[b][0] : 0u, x[b]);
+  return late;
 }
 
 // Eight scales of the lane's two rows from a panel, by block.
@@ -68,6 +84,10 @@ struct PanelScales {
     return ptx::from_e4m3x2(static_cast<uint16_t>(word[block / 2] >> (16 * (block % 2))));
   }
 };
+
+// A chunk's scales as fp32, by pairs of blocks: of rows g and g + 8 of both, in shared memory of the warp. In registers four
+// lanes would convert each of them for themselves.
+using ChunkScales = float4[kSpanBlocks / 2][8];
 
 __device__ __forceinline__ PanelScales panel_scales(const unsigned char* panel, int lane) {
   const uint4 v = *reinterpret_cast<const uint4*>(panel + panel_scale(0, lane / 4));
@@ -103,17 +123,30 @@ __device__ __forceinline__ void codes_to_bf16(uint32_t word, float2 scale, uint3
 // and added. A chunk of fewer panels reads its last one again: x is zero there, which changes no bit of a sum, and code
 // without branches is scheduled better.
 __device__ __forceinline__ void chain_codes(const unsigned char* chunk, int panels, int lane,
-                                            const TokenOperand<kSpanBlocks>& x, float (&acc)[4]) {
+                                            const TokenOperand<kSpanBlocks>& x, ChunkScales& scales, float (&acc)[4]) {
   constexpr int kGroup = 4;
   float sum[2][kGroup][4];
-  float2 scale[2][kGroup];
-  const auto add = [&](int which) {
+  const int g = lane / 4;
+  __syncwarp();  // the last chunk's have been read
+  {
+    const int of = lane / 8;  // a lane per panel and g
+    const PanelScales own = panel_scales(chunk + min(of, panels - 1) * kPanelBytes, lane % 8 * 4);
 #pragma unroll
-    for (int e = 0; e < kGroup; ++e) {
-      acc[0] = fma1(sum[which][e][0], scale[which][e].x, acc[0]);
-      acc[1] = fma1(sum[which][e][1], scale[which][e].x, acc[1]);
-      acc[2] = fma1(sum[which][e][2], scale[which][e].y, acc[2]);
-      acc[3] = fma1(sum[which][e][3], scale[which][e].y, acc[3]);
+    for (int b = 0; b < kPanelBlocks; b += 2) {
+      const float2 first = own.of(b), second = own.of(b + 1);
+      scales[(of * kPanelBlocks + b) / 2][lane % 8] = {first.x, first.y, second.x, second.y};
+    }
+  }
+  __syncwarp();
+  const auto add = [&](int group) {
+#pragma unroll
+    for (int e = 0; e < kGroup; e += 2) {
+      const float4 scale = scales[(group * kGroup + e) / 2][g];
+      const float(&first)[4] = sum[group % 2][e], (&second)[4] = sum[group % 2][e + 1];
+      acc[0] = fma1(second[0], scale.z, fma1(first[0], scale.x, acc[0]));
+      acc[1] = fma1(second[1], scale.z, fma1(first[1], scale.x, acc[1]));
+      acc[2] = fma1(second[2], scale.w, fma1(first[2], scale.y, acc[2]));
+      acc[3] = fma1(second[3], scale.w, fma1(first[3], scale.y, acc[3]));
     }
   };
 #pragma unroll
@@ -121,7 +154,6 @@ __device__ __forceinline__ void chain_codes(const unsigned char* chunk, int pane
     constexpr int kInPanel = kPanelBlocks / kGroup;
     const int which = group % 2, b = group % kInPanel * kGroup;
     const unsigned char* panel = chunk + min(group / kInPanel, panels - 1) * kPanelBytes;
-    const PanelScales scales = panel_scales(panel, lane);
     const uint4 words = *reinterpret_cast<const uint4*>(panel + panel_code(b, lane));
 #pragma unroll
     for (int e = 0; e < kGroup; ++e) {
@@ -130,11 +162,10 @@ __device__ __forceinline__ void chain_codes(const unsigned char* chunk, int pane
 #pragma unroll
       for (int j = 0; j < 4; ++j) sum[which][e][j] = 0.0f;
       ptx::mma_fp16(sum[which][e], a, x[group * kGroup + e]);
-      scale[which][e] = scales.of(b + e);
     }
-    if (group > 0) add(1 - which);
+    if (group > 0) add(group - 1);
   }
-  add(1);
+  add(kSpanBlocks / kGroup - 1);
 }
 
 // W4A16: acc += the chain over one panel, whose weights are exact bf16 numbers.

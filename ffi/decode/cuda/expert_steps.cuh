@@ -100,6 +100,7 @@ class ExpertSteps : public ExpertFinish {
     constexpr int kChunkBlocks = kKind == ExpertKind::kBf16 ? kSlotTiles : kSpanBlocks;
     constexpr int kHeld = kKind == ExpertKind::kW4A4 ? kSpanBlocks : kSlotTiles;
     uint32_t chunk = place_.chunk + warp, number = place_.unit;
+    int there = 0;    // the warp's chunks in the ring
     TokenOperand<kHeld> x;
     int loaded = -1;  // the slice in x, where it holds a whole segment
 #pragma unroll 1
@@ -108,18 +109,24 @@ class ExpertSteps : public ExpertFinish {
       float acc[4] = {}, other[4] = {};  // of the unit's row groups in turn
 #pragma unroll 1
       for (int c = 0; c < chunks; ++c) {
-        const auto load = [&](int block) {  // one call for both would cost more registers than there are
-          if (second)
-            load_tokens<kKind>(hidden_row(pair), block, count, lane % 4, x);
+        const auto load = [&](int block) {
+          if constexpr (kKind == ExpertKind::kW4A4)
+            wait_codes(second ? hidden_row(pair) : token_row(pair), block, count, x);
+          else if (second)  // one call for both would cost more registers than there are
+            load_tokens(hidden_row(pair), block, count, lane % 4, x);
           else
-            load_tokens<kKind>(token_row(pair), block, count, lane % 4, x);
+            load_tokens(token_row(pair), block, count, lane % 4, x);
         };
         const int bytes = job.bytes(c);
         if (kKind == ExpertKind::kW4A4 && (slice != loaded || chunks > 1)) load(c * kChunkBlocks), loaded = slice;
 #pragma unroll 1  // one copy of the chain: the instruction cache is small
         for (int half = 0; half < job.unit_groups; ++half, chunk += kSegments) {
           if constexpr (kKind == ExpertKind::kW4A4) {
-            chain_codes(ring_.wait(chunk), bytes / static_cast<int>(kPanelBytes), lane, x, acc);
+            if (there == 0)
+              there = ring_.wait_run(chunk, kSegments, ((units.end - unit) * chunks - c) * job.unit_groups - half, lane);
+            --there;
+            chain_codes(ring_.slot(chunk), bytes / static_cast<int>(kPanelBytes), lane, x,
+                        region<ChunkScales>(kUnits * kUnitSumBytes)[warp], acc);
           } else if constexpr (kKind == ExpertKind::kW4A16) {
             const unsigned char* panels = ring_.wait(chunk);
 #pragma unroll 1
@@ -160,6 +167,7 @@ class ExpertSteps : public ExpertFinish {
     units_.wait_end(s_.second);
     sync_block();
     if (thread_index() > 0) return;
+    ring_.set_streaming(false);
     const ExpertJob& job = this_job();
     const Range units = own_units();
     place_.chunk += (units.end - units.begin) * kSegments * job.unit_groups * job.chunks();
@@ -168,11 +176,30 @@ class ExpertSteps : public ExpertFinish {
   }
 
  private:
+  // load_codes by a warp, as soon as all are there.
+  __device__ __forceinline__ void wait_codes(const uint64_t* row, int first, int count,
+                                             TokenOperand<kSpanBlocks>& x) {
+    const int t = thread_index() % 4;
+    const bool second = s_.second;
+    const uint32_t epoch = place_.epoch;
+    const uint64_t* from = row + first / 2 * kPieceWords + 2 * t;
+    int late = -1;  // a piece that was missing: all would be much to look at again and again
+#pragma unroll 1
+    for (uint32_t spins = 1;; ++spins) {
+      const bool look = late < 0 || !is_stale(ptx::load_relaxed_sys(from + late * static_cast<int>(kPieceWords)), epoch);
+      if (__all_sync(~0u, look)) late = load_codes(row, first, count, t, epoch, x);
+      if (__all_sync(~0u, late < 0) || __any_sync(~0u, place_.gave_up)) return;
+      if (spins % 64 == 0 && should_leave(place_, second ? Phase::kHidden : Phase::kExperts,
+                                          second ? thread_index() / 32 : me(), second ? 0 : kBarrierGrace))
+        place_.gave_up = 1;
+    }
+  }
+
   // The words of a lane's pieces, from `from` on.
   __device__ void wait_pieces(const uint64_t* from) {
     const int t = thread_index() % 4, blocks_of_16 = this_job().k_blocks;
     const bool second = s_.second;
-    const int words = expert_kind() == ExpertKind::kW4A4 ? blocks_of_16 : 2 * blocks_of_16;
+    const int words = 2 * blocks_of_16;
     const uint32_t epoch = place_.epoch;
     constexpr int kPieces = 16;  // loads in flight
 #pragma unroll 1

@@ -61,20 +61,21 @@ class Step : public ExpertSteps {
     if (!run_phase<&Step::group_pairs>()) return false;
     ring_.experts_known();
     mark(Mark::kGroup);
-    run_phase<&Step::prepare_terms>(0);  // while the first weights come
     experts();
     mark(Mark::kFirst);
-    sync_block();  // all know that it is the second
+    sync_block();                        // all know that it is the second
+    run_phase<&Step::prepare_terms>(0);  // while hidden rows come
     experts();
     mark(Mark::kSecond);
     return true;
   }
 
   __device__ void experts() {
-    run_phase<&Step::wait_tokens>();
-    mark(Mark::kTokens);
-    units_.begin();
     const ExpertKind kind = expert_kind();
+    if (kind != ExpertKind::kW4A4) run_phase<&Step::wait_tokens>();
+    mark(Mark::kTokens);
+    if (thread_index() == 0) ring_.set_streaming(true);
+    units_.begin();
     if (kind == ExpertKind::kW4A4)
       run_phase<&Step::expert_chains<ExpertKind::kW4A4>>();
     else if (kind == ExpertKind::kW4A16)
@@ -179,13 +180,13 @@ __global__ void __launch_bounds__(kLaunchThreads, 1) decode_layers(const __grid_
 }
 
 int64_t region_bytes(const Plan& p) {
-  return std::max<int64_t>({dense_operand_bytes(p.hidden), row_parallel_operand_bytes(p.q_columns()),
+  return std::max<int64_t>({dense_operand_bytes(p.hidden) + kHeldRouterRows * p.hidden / kSegments * 4, row_parallel_operand_bytes(p.q_columns()),
                             row_parallel_operand_bytes(p.moe_columns()),
                             p.hidden * 6 + p.hidden / kRanks * 12,  // a row, its gains; a segment's stream and gates
                             static_cast<int64_t>(sizeof(AttentionShared)),
                             std::max<int64_t>(sizeof(float) * 2048 + 256, p.moe_hidden * 4),  // router
                             kMaxPairs * 4 + 16 + kMaxPairs / 8,                               // pairs by expert
-                            int64_t{kUnits} * kUnitSumBytes});
+                            int64_t{kUnits} * kUnitSumBytes + kWarps * static_cast<int64_t>(sizeof(ChunkScales))});
 }
 
 }  // namespace

@@ -8,6 +8,11 @@
 
 namespace muse {
 
+// Copies of a block that are under way at once. All else that the multiprocessor loads, and code that it has not at
+// hand, comes behind them: a ring's worth takes 4 us. Within a GEMM they must fill the memory's latency (on an H200 ten
+// are too few, sixteen no better); between two, other blocks' words are on everybody's way, and the ring has time.
+constexpr int kCopiesInGemm = 14, kCopiesBetween = 4;
+
 class Producer {
  public:
   __device__ explicit Producer(BlockShared& shared) : s_(shared), ring_(shared.ring), lane_(threadIdx.x % 32) {
@@ -67,9 +72,17 @@ class Producer {
     while (true) {
       if (k < count && !known) next = piece(k), known = true;  // before its slot is free
       if (!__any_sync(~0u, known)) break;
-      const bool ready = known && ring_.is_free(chunk_ + k);
+      if (flying_ && ring_.has_landed(last_)) flying_ = false;
+      const int room = (ring_.streaming() ? kCopiesInGemm : kCopiesBetween) - __popc(__ballot_sync(~0u, flying_));
+      // The free slots' lanes, counted from the one whose chunk is needed first.
+      const bool free = known && ring_.is_free(chunk_ + k);
+      const uint32_t lanes = __ballot_sync(~0u, free), first = (chunk_ + __reduce_min_sync(~0u, known ? k : ~0u)) % kSlots;
+      const uint32_t before = (lanes >> first | lanes << (kSlots - first) % kSlots) & ((1u << ((lane_ - first) % kSlots)) - 1);
+      const bool ready = free && __popc(before) < room;
       if (ready) {
-        ring_.fetch(chunk_ + k, next.data, next.bytes, policy_);
+        last_ = chunk_ + k;
+        ring_.fetch(last_, next.data, next.bytes, policy_);
+        flying_ = true;
         k += kSlots;
         known = false;
       }
@@ -86,6 +99,8 @@ class Producer {
   const uint32_t lane_;
   uint64_t policy_;
   uint32_t chunk_ = 0;
+  bool flying_ = false;  // the lane's last copy is under way
+  uint32_t last_ = 0;    // its chunk
 };
 
 }  // namespace muse

@@ -21,6 +21,7 @@ struct RingShared {
   uint64_t full[kSlots], empty[kSlots];
   volatile uint32_t issued[kSlots];  // 1 + the last chunk that was asked for
   uint64_t experts_known;            // once per layer: the producer may read which experts are in use
+  volatile uint32_t streaming;       // the block is within a GEMM
   volatile uint32_t leaving;         // somebody gave up: nobody waits any more
 };
 
@@ -33,7 +34,7 @@ class Ring {
     for (int i = 0; i < kSlots; ++i)
       ptx::mbarrier_init(&s_.full[i], 1), ptx::mbarrier_init(&s_.empty[i], 1), s_.issued[i] = 0;
     ptx::mbarrier_init(&s_.experts_known, kThreads);
-    s_.leaving = 0;
+    s_.streaming = s_.leaving = 0;
     ptx::fence_mbarrier_init();
   }
 
@@ -43,6 +44,20 @@ class Ring {
     while (s_.issued[slot] != c + 1 || !ptx::mbarrier_try_wait(&s_.full[slot], parity)) ptx::look_again();
     return s_.slots[slot];
   }
+  // Likewise by a warp whose next chunks are c, c + stride and so on, `count` of them: as soon as c is there, how many
+  // in a row are, so that it need not look at every one. slot(c) is where one of them lies.
+  __device__ __forceinline__ int wait_run(uint32_t c, uint32_t stride, int count, int lane) const {
+    const uint32_t own = c + lane * stride;
+    while (true) {
+      const bool there = lane < min(count, 16) && s_.issued[own % kSlots] == own + 1 && has_landed(own);
+      const int run = __ffs(~__ballot_sync(~0u, there)) - 1;
+      __syncwarp();
+      if (run > 0) return run;
+      ptx::mbarrier_try_wait(&s_.full[c % kSlots], (c >> kSlotsLog2) & 1u);
+      ptx::look_again();
+    }
+  }
+  __device__ __forceinline__ const unsigned char* slot(uint32_t c) const { return s_.slots[c % kSlots]; }
 
   // By all lanes of the reading warp.
   __device__ __forceinline__ void release(uint32_t c, int lane) const {
@@ -55,6 +70,14 @@ class Ring {
     const uint32_t use = c >> kSlotsLog2;
     return use == 0 || ptx::mbarrier_test_wait(&s_.empty[c % kSlots], (use - 1) & 1u);
   }
+
+  __device__ __forceinline__ bool has_landed(uint32_t c) const {
+    return ptx::mbarrier_test_wait(&s_.full[c % kSlots], (c >> kSlotsLog2) & 1u);
+  }
+
+  // By one computing thread, at the beginning and at the end of a GEMM.
+  __device__ void set_streaming(bool streaming) const { s_.streaming = streaming; }
+  __device__ bool streaming() const { return s_.streaming; }
 
   // Chunk c = `bytes` (a multiple of 16) at `source`; its slot is free.
   __device__ __forceinline__ void fetch(uint32_t c, const unsigned char* source, uint32_t bytes,
