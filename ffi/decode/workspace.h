@@ -23,9 +23,8 @@
 //    before it stores anything of what follows: S.
 //
 //   slot                              last read before    next write                      by
-//   head_sums                         H, own rank         next layer, behind S            2
-//   q, k, v, u, stretch_sums, o,
-//     row_sums[0], pool_sums          R, own rank         next layer, behind S            2
+//   head_sums, q, k, v, stretch_sums,
+//     o, row_sums[0], pool_sums       R, own rank         next layer, behind S            2
 //   partial[0], branch[0]             R                   next layer, behind S            2
 //   logits, pooled                    R                   next layer, behind S            2
 //   router_*, x                       the next H, own     next layer, behind P            1
@@ -100,7 +99,7 @@ struct Workspace {
   // slots that the rank itself fills
   int64_t row_sums[2];                     // [row][segment]
   int64_t stretch_sums;                    // attention's parts (attention_steps.cuh)
-  int64_t q, k, v, u, o;                   // heads and attention's rows: [row][pair of columns]
+  int64_t q, k, v, o;                      // heads and attention's rows: [row][pair of columns]
   int64_t router_weights, router_experts;  // [row][slot]
   int64_t x;                               // the experts' operand: [row][segment][piece]
   int64_t f;                               // the experts' outputs: [row and slot][pair of columns]
@@ -134,7 +133,6 @@ MUSE_FN Workspace workspace_of(const Plan& p) {
   w.sums = take(kRanks * pairs * 8);
   w.stretch_sums = take(kAttentionSums * group * kSumWidth * 8);
   w.q = take(rows * (p.q_columns() / 2) * 8);
-  w.u = take(rows * (p.q_columns() / 2) * 8);
   w.k = take(rows * (p.kv_columns() / 2) * 8);
   w.v = take(rows * (p.kv_columns() / 2) * 8);
   w.o = take(rows * (p.q_columns() / 2) * 8);

@@ -10,24 +10,19 @@ class AttentionSteps : public RowSteps {
  public:
   using RowSteps::RowSteps;
 
-  // One warp per row and head: adds the segments; q and k are normed and rotated; k and v go to the cache.
+  // One warp per row and head of q and k: adds the segments, norms and rotates; v goes with k, both to the cache.
   __device__ void finish_heads() {
-    const int heads = 2 * q_heads() + s_.attention.kv_heads;
+    const int heads = q_heads() + s_.attention.kv_heads;
 #pragma unroll 1
     for (int unit = warp_index() * blocks() + first_unit(2); unit < rows() * heads; unit += blocks() * kWarps)
       run_phase<&AttentionSteps::finish_head>(unit / heads, unit % heads);
   }
 
-  // Row i's heads are those of q, k and u; v goes with k.
   __device__ void finish_head(int i, int head) {
-    const bool query = head < q_heads(), gate = head >= q_heads() + s_.attention.kv_heads;
-    const uint32_t two = head_columns(i, gate ? head + s_.attention.kv_heads : head);
-    const uint32_t value = query || gate ? 0u : head_columns(i, head + s_.attention.kv_heads);
+    const bool query = head < q_heads();
+    const uint32_t two = head_columns(i, head, place_.epoch);
+    const uint32_t value = query ? 0u : head_columns(i, head + s_.attention.kv_heads, place_.epoch);
     const int l = layer(), lane = lane_index();
-    if (gate) {
-      store_head(w_.u, i * q_heads() + head - q_heads() - s_.attention.kv_heads, two);
-      return;
-    }
     const float r = head_scale(two, lane);
     float y0 = round_bf16(low_bf16(two) * r), y1 = round_bf16(high_bf16(two) * r);
     if (p_.kind[l].rope) {
@@ -62,20 +57,31 @@ class AttentionSteps : public RowSteps {
 #pragma unroll 1
     for (int head = 0; head < s_.attention.kv_heads; ++head) {
 #pragma unroll 1
-      for (; i < rows(); i += blocks()) finish(kind, i, head);
+      for (; i < rows(); i += blocks()) {
+        run_phase<&AttentionSteps::fetch_gates>(i, head);  // while the parts come
+        finish(kind, i, head);
+      }
       i -= rows();
     }
+  }
+
+  // A thread's two columns of u for finish.
+  __device__ void fetch_gates(int i, int head) {
+    const int group = s_.attention.group, of_kv = min(warp_index(), group - 1);
+    // Sums of this layer carry the epoch before (finish_heads).
+    region<uint32_t>()[thread_index()] =
+        head_columns(i, q_heads() + 2 * s_.attention.kv_heads + head * group + of_kv, place_.epoch - 1);
   }
 
  private:
   __device__ int q_heads() const { return s_.attention.kv_heads * s_.attention.group; }  // of the rank
 
-  // A lane's two columns of a head of row i.
-  __device__ uint32_t head_columns(int i, int head) const {
+  // A lane's two columns of a head of row i: q's, k's, v's, u's.
+  __device__ uint32_t head_columns(int i, int head, uint32_t epoch) const {
     const int columns = static_cast<int>(p_.qkvu_rows());
     return wait_segments(place_, Phase::kAttention,
                          mine<uint64_t>(w_.head_sums) + i * columns + head * kHeadDim + 2 * lane_index(),
-                         kMaxRows * columns);
+                         kMaxRows * columns, epoch);
   }
 
   // 1 / rms of a head by one warp, two neighbouring elements a lane.
@@ -290,8 +296,6 @@ class AttentionSteps : public RowSteps {
               columns = static_cast<int>(p_.q_columns());
     const uint64_t* stored = sums_of(kind, sequence, s_.rows.index[i], head, parts);
     if (warp >= heads) return;
-    const uint64_t* gates = mine<uint64_t>(w_.u) + (i * columns + column) / 2;
-    const uint64_t early = ptx::load_relaxed_sys(gates);  // while the parts come
     const uint64_t *numerators = stored + warp * kHeadDim + 2 * lane, *denominators = stored + heads * kHeadDim + warp;
     const uint32_t epoch = place_.epoch;
     constexpr int kAtOnce = 4;  // loads in flight
@@ -337,10 +341,8 @@ class AttentionSteps : public RowSteps {
     }
     all = {all.x + own.x, all.y + own.y};  // the last stretch; +0 if it was complete
     denominator = denominator + own_denominator;
-    uint32_t gate[1] = {static_cast<uint32_t>(early)};
-    if (is_stale(early, epoch))
-      wait(Phase::kAttention, [&](int) { return gates; }, [&](int) { return me(); }, gate, kBarrierGrace);
-    const uint32_t o = gated(pack(to_bf16(all.x / denominator), to_bf16(all.y / denominator)), gate[0]);
+    const uint32_t o = gated(pack(to_bf16(all.x / denominator), to_bf16(all.y / denominator)),
+                             region<uint32_t>()[thread_index()]);
     store_slot(mine<uint64_t>(w_.o) + (i * columns + column) / 2, o, place_.epoch);
   }
 

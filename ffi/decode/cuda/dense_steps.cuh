@@ -1,4 +1,4 @@
-// The four bf16 GEMMs of a layer, one piece of code: q, k, v and u; o_proj; pre_expert_proj with the router, which has
+// The bf16 GEMMs of a layer, one piece of code: q, k and v; u; o_proj; pre_expert_proj with the router, which has
 // the same operand; post_expert_proj.
 #pragma once
 
@@ -15,11 +15,11 @@ class DenseSteps : public OperandSteps {
 #pragma unroll 1
     for (int i0 = 0; i0 < rows(); i0 += kPassRows) {
       if (!load(i0)) return false;
-      mark(Mark::kLoad);
+      if (s_.gemm != Gemm::kGates) mark(Mark::kLoad);
       multiply(i0);
     }
     if (thread_index() == 0)
-      s_.gemm = s_.gemm == Gemm::kPostExpert ? Gemm::kQkvu : Gemm{static_cast<uint32_t>(s_.gemm) + 1};
+      s_.gemm = s_.gemm == Gemm::kPostExpert ? Gemm::kQkv : Gemm{static_cast<uint32_t>(s_.gemm) + 1};
     sync_block();
     return true;
   }
@@ -32,7 +32,8 @@ class DenseSteps : public OperandSteps {
 #pragma unroll 1
     for (int at = (warp * blocks() + first_unit(3)) * 32 + lane; at < rows() * words; at += blocks() * kThreads) {
       const uint32_t two =
-          wait_segments(place_, Phase::kRouter, mine<uint64_t>(w_.pool_sums) + 2 * at, kMaxRows * columns);
+          wait_segments(place_, Phase::kRouter, mine<uint64_t>(w_.pool_sums) + 2 * at,
+                                         kMaxRows * columns, place_.epoch);
       if (place_.gave_up) return;  // the router's waits say so
       push_all(w_.pooled, kMaxRows * words, at, two);
     }
@@ -52,7 +53,8 @@ class DenseSteps : public OperandSteps {
       if (row_parallel) {
         push_partials(job, w_.partial[which == Gemm::kPostExpert], group, i0, acc);
       } else {
-        store_slots(which == Gemm::kQkvu ? w_.head_sums : w_.pool_sums, job.groups * 16, group, segment, i0, acc);
+        store_slots(which <= Gemm::kGates ? w_.head_sums : w_.pool_sums, job.of_layer * 16, job.first + group, segment,
+                    i0, acc);
       }
     });
   }
@@ -61,7 +63,8 @@ class DenseSteps : public OperandSteps {
   // The operand of the pass that starts at row i0.
   __device__ bool load(int i0) {
     if (s_.gemm == Gemm::kPreExpert && i0 == 0) fetch_router();
-    if (s_.gemm == Gemm::kQkvu || s_.gemm == Gemm::kPreExpert) return run_phase<&DenseSteps::load_normed>(i0);
+    if (s_.gemm == Gemm::kGates && rows() <= kPassRows) return true;  // the one before had the same
+    if (s_.gemm <= Gemm::kGates || s_.gemm == Gemm::kPreExpert) return run_phase<&DenseSteps::load_normed>(i0);
     if (s_.gemm == Gemm::kPostExpert) {
       if (i0 > 0) {  // of the first pass it is done
         run_phase<&DenseSteps::prepare_terms>(i0);

@@ -21,10 +21,11 @@ class ExpertFinish : public RouterSteps {
 #pragma unroll 1
     for (int layers = static_cast<int>(p_.layer_end - p_.layer_begin), l = 0; l < layers; ++l)
 #pragma unroll 1
-      for (int stage = 0; stage < 6; ++stage) {
-        const bool experts = stage == 3 || stage == 4;
-        if (!(experts ? finish_units(stage == 4, first)
-                      : help<&ExpertFinish::warp_tasks>(s_, s_.jobs.tasks[min(stage, 3)], pass)))
+      for (int stage = 0; stage < kStages; ++stage) {
+        const bool second = stage == kExpertStage + 1;
+        if (!(stage == kExpertStage || second
+                  ? finish_units(second, first)
+                  : help<&ExpertFinish::warp_tasks>(s_, s_.jobs.tasks[min(stage, kDenseGemms - 1)], pass)))
           return;
       }
     if (a_.head.token) help<&HeadSteps::multiply>(s_, s_.jobs.tasks[kHeadJob], pass);
@@ -54,7 +55,8 @@ class ExpertFinish : public RouterSteps {
   }
 
  private:
-  // An expert GEMM's units, round robin; false: the block is leaving. `first`: the number of the first in the queue.
+  // An expert GEMM's units, each by all finishing warps; false: the block is leaving. `first`: the number of the first
+  // in the queue.
   __device__ bool finish_units(bool second, uint32_t& first) {
     if (!units_.wait_begin(second, ring_)) return false;
     if (second) {  // before the first output: R
@@ -63,14 +65,14 @@ class ExpertFinish : public RouterSteps {
     }
     const Range units = own_units();
 #pragma unroll 1
-    for (int i = thread_index() / 32 - kFirstFinisher; i < units.end - units.begin; i += kFinishers)
-      if (!run_phase<&ExpertFinish::finish_unit>(units.begin + i, first + i)) return false;
-    first += units.end - units.begin;
+    for (int unit = units.begin; unit < units.end; ++unit, ++first)
+      if (!run_phase<&ExpertFinish::finish_unit>(unit, first)) return false;
     units_.end();
     return true;
   }
 
-  // Half a warp per pair, lane j adds the segments of output column j. `number`: in the queue.
+  // Half a warp per pair, lane j adds the segments of output column j; the warps take two pairs in turn, from another
+  // one on in each unit. `number`: in the queue.
   __device__ bool finish_unit(int unit, uint32_t number) {
     const ExpertJob& job = this_job();
     const ExpertKind kind = expert_kind();
@@ -82,7 +84,7 @@ class ExpertFinish : public RouterSteps {
     const float factor[2] = {scale(expert, second ? 2 : 0, kind), scale(expert, second ? 2 : 1, kind)};
     if (!units_.wait_unit(number, ring_)) return false;
 #pragma unroll 1
-    for (int at = 0; at < count; at += 2) {
+    for (int at = (thread_index() / 32 + number) % kFinishers * 2; at < count; at += 2 * kFinishers) {
       const int column = min(at + lane / 16, count - 1), pair = s_.pairs[begin + column];
       const bool present = at + lane / 16 < count;
       float total[2] = {};

@@ -24,15 +24,16 @@ class Step : public ExpertSteps {
     if (rows() == 0) return a_.head.token && run_phase<&HeadSteps::run>();  // which is false
     mark(Mark::kStart);
     while (layer() < p_.layer_end) {
-      if (!run_phase<&Step::gemm>()) return false;  // one call for all four: registers are few
+      if (!run_phase<&Step::gemm>()) return false;  // one call for all: registers are few
       const Gemm next = s_.gemm;
+      if (next == Gemm::kGates) continue;
       if (next == Gemm::kOutput) {
         attention();
       } else if (next == Gemm::kPostExpert) {
         if (!moe()) return false;
       } else {
         if (!row_parallel()) return false;
-        if (next == Gemm::kQkvu) next_layer();
+        if (next == Gemm::kQkv) next_layer();
       }
     }
     return rank_barrier(Phase::kEnd) && (!a_.head.token || run_phase<&HeadSteps::run>());
@@ -134,12 +135,12 @@ __device__ __noinline__ void stream_weights(BlockShared& s) {
   for (int l = begin; l < p.layer_end; ++l) {
     prefetch_small(s.args, s.place, l);
     const LayerKind kind = p.kind[l];
-#pragma unroll 1  // one copy of the code for four dense GEMMs, one for two of the experts
-    for (int stage = 0; stage < 6; ++stage) {
-      if (stage == 3 && !producer.wait_experts_known(static_cast<uint32_t>(l - begin))) return;
-      const bool second = stage == 4;
-      const int dense = min(stage, 3);
-      const bool staying = stage == 3 || second
+#pragma unroll 1  // one copy of the code for the dense GEMMs, one for two of the experts
+    for (int stage = 0; stage < kStages; ++stage) {
+      if (stage == kExpertStage && !producer.wait_experts_known(static_cast<uint32_t>(l - begin))) return;
+      const bool second = stage == kExpertStage + 1;
+      const int dense = min(stage, kDenseGemms - 1);
+      const bool staying = stage == kExpertStage || second
                                ? producer.experts(s.jobs.experts[kind.nvfp4][second], s.expert_units[second],
                                                   kind.experts * static_cast<int>(p.experts))
                                : producer.dense(s.jobs.dense[dense], s.jobs.tasks[dense], l, passes);

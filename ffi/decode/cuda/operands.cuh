@@ -13,7 +13,7 @@ class OperandSteps : public DenseBase {
   // h, the gained norm of the stream; false: somebody gave up. The sums of squares that are waited for also say that
   // the stream is there.
   __device__ bool load_normed(int i0) {
-    const bool attention = s_.gemm == Gemm::kQkvu;
+    const bool attention = s_.gemm <= Gemm::kGates;
     const auto index = static_cast<uint32_t>(s_.gemm);
     const int count = min(kPassRows, rows() - i0), length = hidden() / kSegments;
     if (const int i = thread_index(); i < count) {

@@ -11,7 +11,7 @@ __device__ __forceinline__ void start_block(const StepArgs& args, BlockShared& s
   for (uint32_t i = threadIdx.x; i < sizeof(StepArgs) / 4; i += kLaunchThreads)
     reinterpret_cast<uint32_t*>(&shared.args)[i] = reinterpret_cast<const uint32_t*>(&args)[i];
   if (threadIdx.x == 0) {
-    shared.gemm = Gemm::kQkvu;
+    shared.gemm = Gemm::kQkv;
     shared.second = false;
     const uint32_t size = gridDim.x / args.local_count;
     const int rank = args.local[blockIdx.x / size];
@@ -30,17 +30,20 @@ __device__ __forceinline__ void start_block(const StepArgs& args, BlockShared& s
     place.gave_up =
         ptx::load_relaxed_sys(&place.control->abort);  // an earlier step's failure; nothing works until the rebuild
   }
-  if (const int i = threadIdx.x; i < 8) {
+  if (const int i = threadIdx.x; i < kDenseGemms + 4) {
     const int size = gridDim.x / args.local_count, index = blockIdx.x % size, rank = args.local[blockIdx.x / size];
     const RankPointers& weights = args.rank[rank];
-    shared.place.first[i] = (index + size - size * i / 8) % size;
-    shared.peer[i] = {args.workspace[i] - args.workspace[rank], args.loopback ? i : rank};
+    if (i < kRanks) {
+      shared.place.first[i] = (index + size - size * i / 8) % size;
+      shared.peer[i] = {args.workspace[i] - args.workspace[rank], args.loopback ? i : rank};
+    }
     Jobs& jobs = shared.jobs;
-    if (i < 4) {
+    if (i < kDenseGemms) {
       jobs.dense[i] = dense_job(args.plan, weights, Gemm{static_cast<uint32_t>(i)});
       jobs.tasks[i] = jobs.dense[i].tasks(index, size);
     } else {
-      jobs.experts[i / 2 % 2][i % 2] = expert_job(args.plan, weights, i / 2 % 2, i % 2);
+      const int nvfp4 = (i - kDenseGemms) / 2, second = (i - kDenseGemms) % 2;
+      jobs.experts[nvfp4][second] = expert_job(args.plan, weights, nvfp4, second);
     }
   }
   static_assert(sizeof(Workspace) % sizeof(int64_t) == 0, "offsets only");

@@ -49,6 +49,7 @@ MUSE_FN Range segment_part(int32_t groups, int32_t segments, uint32_t index, uin
 struct DenseJob {
   const uint16_t* tiles;             // of the rank, layer 0
   int32_t groups, segments, blocks;  // 16-row groups; K segments; 16-blocks of K in a segment
+  int32_t first, of_layer;           // of the groups of a layer's weight, where others have the rest
 
   Divisor by_groups;
 
@@ -61,24 +62,38 @@ struct DenseJob {
   }
   // Tiles are counted in 32 bits (prepare_layers): 64-bit products are long code.
   MUSE_FN const uint16_t* chunk(int32_t layer, int32_t group, int32_t segment, int32_t c) const {
-    const int32_t tile = ((layer * groups + group) * segments + segment) * blocks + c * kSlotTiles;
+    const int32_t tile = ((layer * of_layer + first + group) * segments + segment) * blocks + c * kSlotTiles;
     return tiles + int64_t{tile} * kTile;
   }
 };
 
+// Rows [first, end) of the layer's `rows`.
+MUSE_FN DenseJob column_parallel_job(const uint16_t* tiles, int64_t rows, int64_t k, int64_t first, int64_t end) {
+  return {tiles,
+          static_cast<int32_t>((end - first) / 16),
+          kSegments,
+          static_cast<int32_t>(k / kSegments / 16),
+          static_cast<int32_t>(first / 16),
+          static_cast<int32_t>(rows / 16),
+          divisor((end - first) / 16)};
+}
 MUSE_FN DenseJob column_parallel_job(const uint16_t* tiles, int64_t rows, int64_t k) {
-  return {tiles, static_cast<int32_t>(rows / 16), kSegments, static_cast<int32_t>(k / kSegments / 16),
-          divisor(rows / 16)};
+  return column_parallel_job(tiles, rows, k, 0, rows);
 }
 MUSE_FN DenseJob row_parallel_job(const uint16_t* tiles, int64_t rows, int64_t k) {
-  return {tiles, static_cast<int32_t>(rows / 16), 1, static_cast<int32_t>(k / 16), divisor(rows / 16)};
+  const auto groups = static_cast<int32_t>(rows / 16);
+  return {tiles, groups, 1, static_cast<int32_t>(k / 16), 0, groups, divisor(groups)};
 }
 
-// The dense GEMMs of a layer, in their order.
-enum class Gemm : uint32_t { kQkvu, kOutput, kPreExpert, kPostExpert };
+// The dense GEMMs of a layer, in their order. u, attention's gates, by itself: nobody waits for it before attention ends,
+// and the sums of q, k and v have time to arrive.
+enum class Gemm : uint32_t { kQkv, kGates, kOutput, kPreExpert, kPostExpert };
+constexpr int kDenseGemms = 5;
 
 MUSE_FN DenseJob dense_job(const Plan& p, const RankPointers& w, Gemm which) {
-  return which == Gemm::kQkvu        ? column_parallel_job(w.qkvu, p.qkvu_rows(), p.hidden)
+  const int64_t rows = p.qkvu_rows(), gates = rows - p.q_columns();
+  return which == Gemm::kQkv         ? column_parallel_job(w.qkvu, rows, p.hidden, 0, gates)
+         : which == Gemm::kGates     ? column_parallel_job(w.qkvu, rows, p.hidden, gates, rows)
          : which == Gemm::kOutput    ? row_parallel_job(w.o, p.hidden, p.q_columns())
          : which == Gemm::kPreExpert ? column_parallel_job(w.pre_expert, p.moe_columns(), p.hidden)
                                      : row_parallel_job(w.post_expert, p.hidden, p.moe_columns());
@@ -126,8 +141,11 @@ MUSE_FN ExpertJob expert_job(const Plan& p, const RankPointers& w, bool nvfp4, b
   return job;
 }
 
-// All GEMMs of a rank, worked out once, and a block's parts of the dense ones: a layer's four, then the head's.
-constexpr int kHeadJob = 4;
+// A layer's GEMMs: the dense ones, and between the last two the experts' two.
+constexpr int kExpertStage = kDenseGemms - 1, kStages = kDenseGemms + 2;
+
+// All GEMMs of a rank, worked out once, and a block's parts of the dense ones: a layer's, then the head's.
+constexpr int kHeadJob = kDenseGemms;
 struct Jobs {
   DenseJob dense[kHeadJob + 1];
   Range tasks[kHeadJob + 1];  // of the block

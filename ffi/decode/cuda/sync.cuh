@@ -122,8 +122,8 @@ inline __device__ __noinline__ float wait_sum(Place& place, Phase phase, const u
 
 // Two neighbouring columns of which the rank has eight segments' sums in slots, `stride` words apart: added and
 // rounded.
-inline __device__ __noinline__ uint32_t wait_segments(Place& place, Phase phase, const uint64_t* slot, int stride) {
-  const uint32_t epoch = place.epoch;
+inline __device__ __noinline__ uint32_t wait_segments(Place& place, Phase phase, const uint64_t* slot, int stride,
+                                                      uint32_t epoch) {
   float s[2][kSegments] = {};
   const auto look = [&] {
     uint64_t word[kSegments][2];

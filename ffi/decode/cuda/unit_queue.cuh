@@ -1,4 +1,4 @@
-// The way of an expert GEMM's unit from the warps that make its segments' sums to the warp that adds them up: as in the
+// The way of an expert GEMM's unit from the warps that make its segments' sums to the warps that add them up: as in the
 // weight ring, unit u of a block's sequence has place u mod kUnits, with two mbarriers. All lanes arrive, for what each
 // of them stored or read.
 #pragma once
@@ -19,7 +19,7 @@ class UnitQueue {
 
   // By one thread, before the block's first __syncthreads.
   __device__ void init() const {
-    for (int i = 0; i < kUnits; ++i) ptx::mbarrier_init(&s_.full[i], kThreads), ptx::mbarrier_init(&s_.empty[i], 32);
+    for (int i = 0; i < kUnits; ++i) ptx::mbarrier_init(&s_.full[i], kThreads), ptx::mbarrier_init(&s_.empty[i], 32 * kFinishers);
     ptx::mbarrier_init(&s_.begun, kThreads);
     ptx::mbarrier_init(&s_.ended, 32 * kFinishers);
     ptx::mbarrier_init(&s_.dense_begun, kThreads);
