@@ -143,28 +143,25 @@ __device__ __forceinline__ void score_rows(const AttentionUnit& u, const DeviceR
       }
     }
     usual = __all_sync(~0u, usual);
+    int position[2];
 #pragma unroll
+    for (int r = 0; r < 2; ++r) position[r] = 2 * tile + r < u.rows ? rows.position[u.member[2 * tile + r]] : -1;
+    uint2* out = reinterpret_cast<uint2*>(&shared.p[tile][warp][lane]);
+#pragma unroll 1  // one copy of the exponentials, out of a cold instruction cache: the halves change places
     for (int n = 0; n < 2; ++n) {
+      float p[4];
 #pragma unroll
-      for (int e = 0; e < 4; ++e) score[n][e] = usual ? usual_exp1(score[n][e]) : rare_exp1(score[n][e]);
-    }
-    uint32_t p[2][2];
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      const int position = 2 * tile + r < u.rows ? rows.position[u.member[2 * tile + r]] : -1;
-      const int first = position - u.kind.window;  // the last position that is too old
-#pragma unroll
-      for (int n = 0; n < 2; ++n) {
-        float e[2];
-#pragma unroll
-        for (int j = 0; j < 2; ++j) {
-          const int at = own + 8 * n + j;
-          e[j] = at > first && at <= position ? score[n][2 * r + j] : 0.0f;
-        }
-        p[n][r] = static_cast<uint32_t>(to_bf16(e[0])) | static_cast<uint32_t>(to_bf16(e[1])) << 16;
+      for (int e = 0; e < 4; ++e) {
+        p[e] = usual ? usual_exp1(score[0][e]) : rare_exp1(score[0][e]);
+        score[0][e] = score[1][e];
+        const int at = own + 8 * n + e % 2, seen = position[e / 2];
+        if (at > seen || at <= seen - u.kind.window) p[e] = 0.0f;
       }
+      const auto pair = [](float low, float high) {
+        return static_cast<uint32_t>(to_bf16(low)) | static_cast<uint32_t>(to_bf16(high)) << 16;
+      };
+      out[n] = {pair(p[0], p[1]), pair(p[2], p[3])};
     }
-    shared.p[tile][warp][lane] = {p[0][0], p[0][1], p[1][0], p[1][1]};
   }
 }
 

@@ -40,8 +40,9 @@ class DenseSteps : public OperandSteps {
   }
 
  protected:
-  // A warp's tasks. Column-parallel results stay in the rank as segment sums. Of a row-parallel GEMM this rank's
-  // columns are one segment: its partial sums go to the owners of the output columns.
+  // A warp's tasks. Column-parallel results stay in the rank as segment sums: whoever finishes columns waits for those
+  // that it needs, instead of all blocks for all. Of a row-parallel GEMM this rank's columns are one segment: its partial
+  // sums go to the owners of the output columns.
   __device__ void warp_tasks(int i0) {
     const Gemm which = s_.gemm;
     const bool row_parallel = which == Gemm::kOutput || which == Gemm::kPostExpert;
@@ -50,12 +51,18 @@ class DenseSteps : public OperandSteps {
     const Range tasks = s_.jobs.tasks[index];
     const int segment = job.segment(tasks);
     dense_tasks(job, tasks, i0, [&](int group, const Accumulators& acc) {
+      const int g = thread_index() % 32 / 4, row = i0 + thread_index() % 4 * 2;
+      uint64_t* slot;  // of the lane's first sum
+      int columns;
       if (row_parallel) {
-        push_partials(job, w_.partial[which == Gemm::kPostExpert], group, i0, acc);
+        columns = hidden() / kRanks;
+        const int owner = job.by_groups.quotient(group * kRanks);
+        slot = slots_to(owner, w_.partial[which == Gemm::kPostExpert], kMaxRows * columns) - owner * columns;
       } else {
-        store_slots(which <= Gemm::kGates ? w_.head_sums : w_.pool_sums, job.of_layer * 16, job.first + group, segment,
-                    i0, acc);
+        columns = job.of_layer * 16;
+        slot = mine<uint64_t>(which <= Gemm::kGates ? w_.head_sums : w_.pool_sums) + segment * kMaxRows * columns;
       }
+      store_results(slot + row * columns + (job.first + group) * 16 + g, columns, i0, acc);
     });
   }
 
@@ -106,21 +113,6 @@ class DenseSteps : public OperandSteps {
 #pragma unroll 1
       for (int q = thread_index(); q < quads; q += kThreads)
         ptx::copy16(ptx::shared_address(held_router() + (row * quads + q) * 4), router_row(first + row) + 4 * q);
-  }
-
-  // Whoever finishes columns waits for the sums that it needs, instead of all blocks for all.
-  __device__ void store_slots(int64_t address, int columns, int group, int segment, int i0,
-                              const Accumulators& acc) const {
-    const int g = thread_index() % 32 / 4, t = thread_index() % 4;
-    store_results(mine<uint64_t>(address) + (segment * kMaxRows + i0 + 2 * t) * columns + group * 16 + g, columns, i0,
-                  acc);
-  }
-
-  __device__ void push_partials(const DenseJob& job, int64_t address, int group, int i0, const Accumulators& acc) const {
-    const int g = thread_index() % 32 / 4, t = thread_index() % 4;
-    const int owned = hidden() / kRanks, owner = job.by_groups.quotient(group * kRanks),
-              column = group * 16 - owner * owned + g;
-    store_results(slots_to(owner, address, kMaxRows * owned) + (i0 + 2 * t) * owned + column, owned, i0, acc);
   }
 
   // Segment sums of this block's experts of this rank for one pass of rows: half a warp per row, by the warps that have no

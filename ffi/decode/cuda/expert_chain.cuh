@@ -29,17 +29,21 @@ __device__ __forceinline__ uint32_t scale_bits(uint8_t scale) {
   return (scale & 0xFu) | static_cast<uint32_t>(scale >> 4) << 16;
 }
 
-// And what they stand for, exact in fp16: both registers.
-__device__ __forceinline__ void code_numbers(uint32_t word, uint32_t (&x)[2]) {
-  constexpr uint32_t kMask = 0x8E008E00u;
-  const uint32_t scale = (word & 0xFu) | (word >> 12 & 0xF0u);
-  const auto scales = bit_cast<__half2>(ptx::halves_from_e4m3x2(static_cast<uint16_t>(scale * 0x101u)));
-  const auto number = [&](uint32_t bits) {  // times 2^-14
-    return bit_cast<uint32_t>(
-        __hmul2(__hmul2(bit_cast<__half2>(bits), __half2half2(__float2half_rn(16384.0f))), scales));
+// And what they stand for, times kTokenScale, of two blocks: both registers of each. A number's bits are its code times
+// 2^-14, so that with a scale times 2^7, which is in fp16's range, the product is exact.
+constexpr float kTokenScale = 0x1p-7f;
+__device__ __forceinline__ void code_numbers(uint32_t first, uint32_t second, uint32_t (&x)[2], uint32_t (&y)[2]) {
+  constexpr uint32_t kMask = 0x8E008E00u, kScale = 0x000F000Fu;
+  const uint32_t nibbles = (first & kScale) + (second & kScale) * 256u, scales = nibbles | nibbles >> 12;
+  const __half2 both = __hmul2(bit_cast<__half2>(ptx::halves_from_e4m3x2(static_cast<uint16_t>(scales))),
+                               __half2half2(__float2half_rn(128.0f)));
+  const auto number = [](uint32_t bits, __half scale) {
+    return bit_cast<uint32_t>(__hmul2(bit_cast<__half2>(bits), __half2half2(scale)));
   };
-  x[0] = number(word & kMask);
-  x[1] = number(word << 3 & kMask);
+  x[0] = number(first & kMask, __low2half(both));
+  x[1] = number(first * 8u & kMask, __low2half(both));
+  y[0] = number(second & kMask, __high2half(both));
+  y[1] = number(second * 8u & kMask, __high2half(both));
 }
 
 // The lane's registers of the blocks from `first` on of a segment of a row (column g's) that has come; it has `count`
@@ -55,26 +59,27 @@ __device__ __forceinline__ void load_tokens(const uint64_t* row, int first, int 
   }
 }
 
-// The same of codes, which are slot words of `epoch`: the last piece that is not there yet, or -1.
-template <int kBlocks>
-__device__ __forceinline__ int load_codes(const uint64_t* row, int first, int count, int t, uint32_t epoch,
-                                          TokenOperand<kBlocks>& x) {
-  const uint64_t* from = row + first / 2 * kPieceWords + 2 * t;
-  const int left = count - first;
-  int late = -1;
+// The same of a whole segment's codes, which are slot words of `epoch`; false: some are not there yet. kAll: the segment has
+// as many blocks as x; otherwise what lies behind it is read and not used.
+template <bool kAll>
+__device__ __forceinline__ bool load_codes(const uint64_t* row, int count, int t, uint32_t epoch,
+                                           TokenOperand<kSpanBlocks>& x) {
+  uint32_t wrong = 0;  // bits of epochs; no branches
+  uint64_t two[kSpanBlocks / 2][2];
 #pragma unroll
-  for (int b = 0; b < kBlocks; b += 2) {
-    const int piece = min(b, left - 1) / 2;  // the last one again
-    uint64_t two[2];
-    ptx::load_relaxed_sys_v2(from + piece * static_cast<int>(kPieceWords), two);
-    const auto stale = [epoch](uint64_t word) { return static_cast<uint32_t>(word >> 32) != epoch; };
-    if (stale(two[0]) || (2 * piece + 1 < left && stale(two[1]))) late = piece;
-    x[b][0] = static_cast<uint32_t>(two[0]);
-    x[b + 1][0] = static_cast<uint32_t>(two[1]);
+  for (int p = 0; p < kSpanBlocks / 2; ++p) ptx::load_relaxed_sys_v2(row + p * kPieceWords + 2 * t, two[p]);
+#pragma unroll
+  for (int p = 0; p < kSpanBlocks / 2; ++p) {
+    uint32_t word[2];
+#pragma unroll
+    for (int e = 0; e < 2; ++e) {
+      const bool own = kAll || 2 * p + e < count;
+      wrong |= own ? static_cast<uint32_t>(two[p][e] >> 32) ^ epoch : 0u;
+      word[e] = own ? static_cast<uint32_t>(two[p][e]) : 0u;
+    }
+    code_numbers(word[0], word[1], x[2 * p], x[2 * p + 1]);
   }
-#pragma unroll
-  for (int b = 0; b < kBlocks; ++b) code_numbers(b < left ? x[b][0] : 0u, x[b]);
-  return late;
+  return wrong == 0;
 }
 
 // Eight scales of the lane's two rows from a panel, by block.
@@ -97,8 +102,8 @@ __device__ __forceinline__ PanelScales panel_scales(const unsigned char* panel, 
 // Codes become fp16 numbers code * 2^-14 by shift and mask (layout.h); the shifts are products, which run in another
 // pipe than the masks. Of the last two registers magnitudes and signs move by different distances: one product with the
 // sum of two powers moves both, and what it moves wrongly lies outside the mask, with no carry into it. Sums are 2^-14
-// of what they mean until the last one (kCodeScale).
-constexpr float kCodeScale = 0x1p14f;
+// kTokenScale of what they mean until the last one (kCodeScale).
+constexpr float kCodeScale = 0x1p14f / kTokenScale;
 
 __device__ __forceinline__ void codes_to_fp16(uint32_t word, uint32_t (&a)[4]) {
   constexpr uint32_t kMask = 0x8E008E00u;

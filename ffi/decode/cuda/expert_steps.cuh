@@ -88,19 +88,18 @@ class ExpertSteps : public ExpertFinish {
       wait_pieces((s_.second ? hidden_row(lane_pair(slice)) : token_row(lane_pair(slice))) + thread_index() % 4 * 2);
   }
 
-  // This block's units of one expert GEMM: warp w makes segment w's chains of them all.
+  // This block's units of one expert GEMM: warp w makes segment w's chains of them all. What depends on the thread is
+  // worked out where it is needed: there are no registers to keep it.
   template <ExpertKind kKind>
   __device__ void expert_chains() {
-    const int warp = thread_index() / 32, lane = thread_index() % 32;
     const ExpertJob& job = this_job();
     const Range units = own_units();
-    const bool second = s_.second;
-    const int chunks = job.chunks(), count = job.k_blocks;
+    const int chunks = job.chunks, count = job.k_blocks;
     // 16-blocks of a chunk, and as many as are loaded at once.
     constexpr int kChunkBlocks = kKind == ExpertKind::kBf16 ? kSlotTiles : kSpanBlocks;
     constexpr int kHeld = kKind == ExpertKind::kW4A4 ? kSpanBlocks : kSlotTiles;
-    uint32_t chunk = place_.chunk + warp, number = place_.unit;
-    int there = 0;    // the warp's chunks in the ring
+    uint32_t chunk = place_.chunk + thread_index() / 32, number = place_.unit;
+    int there = 0;  // the warp's chunks in the ring
     TokenOperand<kHeld> x;
     int loaded = -1;  // the slice in x, where it holds a whole segment
 #pragma unroll 1
@@ -109,10 +108,11 @@ class ExpertSteps : public ExpertFinish {
       float acc[4] = {}, other[4] = {};  // of the unit's row groups in turn
 #pragma unroll 1
       for (int c = 0; c < chunks; ++c) {
+        const int lane = thread_index() % 32;
         const auto load = [&](int block) {
           if constexpr (kKind == ExpertKind::kW4A4)
-            wait_codes(second ? hidden_row(pair) : token_row(pair), block, count, x);
-          else if (second)  // one call for both would cost more registers than there are
+            wait_codes((s_.second ? hidden_row(pair) : token_row(pair)) + block / 2 * kPieceWords, count - block, x);
+          else if (s_.second)  // one call for both would cost more registers than there are
             load_tokens(hidden_row(pair), block, count, lane % 4, x);
           else
             load_tokens(token_row(pair), block, count, lane % 4, x);
@@ -126,7 +126,7 @@ class ExpertSteps : public ExpertFinish {
               there = ring_.wait_run(chunk, kSegments, ((units.end - unit) * chunks - c) * job.unit_groups - half, lane);
             --there;
             chain_codes(ring_.slot(chunk), bytes / static_cast<int>(kPanelBytes), lane, x,
-                        region<ChunkScales>(kUnits * kUnitSumBytes)[warp], acc);
+                        region<ChunkScales>(kUnits * kUnitSumBytes)[thread_index() / 32], acc);
           } else if constexpr (kKind == ExpertKind::kW4A16) {
             const unsigned char* panels = ring_.wait(chunk);
 #pragma unroll 1
@@ -150,7 +150,8 @@ class ExpertSteps : public ExpertFinish {
         }
       }
       units_.wait_place(number);
-      float* out = unit_sums(number, warp, 0);
+      const int lane = thread_index() % 32;
+      float* out = unit_sums(number, thread_index() / 32, 0);
       const int low = sum_at(lane / 4, lane % 4 * 2), high = sum_at(lane / 4 + 8, lane % 4 * 2);
       *reinterpret_cast<float2*>(out + low) = float2{acc[0], acc[1]};
       *reinterpret_cast<float2*>(out + high) = float2{acc[2], acc[3]};
@@ -170,28 +171,31 @@ class ExpertSteps : public ExpertFinish {
     ring_.set_streaming(false);
     const ExpertJob& job = this_job();
     const Range units = own_units();
-    place_.chunk += (units.end - units.begin) * kSegments * job.unit_groups * job.chunks();
+    place_.chunk += (units.end - units.begin) * kSegments * job.unit_groups * job.chunks;
     place_.unit += units.end - units.begin;
     s_.second = !s_.second;
   }
 
  private:
   // load_codes by a warp, as soon as all are there.
-  __device__ __forceinline__ void wait_codes(const uint64_t* row, int first, int count,
-                                             TokenOperand<kSpanBlocks>& x) {
+  __device__ __forceinline__ void wait_codes(const uint64_t* row, int count, TokenOperand<kSpanBlocks>& x) {
     const int t = thread_index() % 4;
     const bool second = s_.second;
     const uint32_t epoch = place_.epoch;
-    const uint64_t* from = row + first / 2 * kPieceWords + 2 * t;
-    int late = -1;  // a piece that was missing: all would be much to look at again and again
+    // First one word of each quarter: all would be much to look at again and again.
+    const uint64_t* sample = row + (min((t + 1) * kSpanBlocks / 4, count) - 1) / 2 * kPieceWords + 2 * t;
+    uint32_t spins = 0;
 #pragma unroll 1
-    for (uint32_t spins = 1;; ++spins) {
-      const bool look = late < 0 || !is_stale(ptx::load_relaxed_sys(from + late * static_cast<int>(kPieceWords)), epoch);
-      if (__all_sync(~0u, look)) late = load_codes(row, first, count, t, epoch, x);
-      if (__all_sync(~0u, late < 0) || __any_sync(~0u, place_.gave_up)) return;
-      if (spins % 64 == 0 && should_leave(place_, second ? Phase::kHidden : Phase::kExperts,
-                                          second ? thread_index() / 32 : me(), second ? 0 : kBarrierGrace))
-        place_.gave_up = 1;
+    while (true) {
+#pragma unroll 1
+      do {  // x is not kept through this
+        if (++spins % 64 == 0 && should_leave(place_, second ? Phase::kHidden : Phase::kExperts,
+                                              second ? thread_index() / 32 : me(), second ? 0 : kBarrierGrace))
+          place_.gave_up = 1;
+      } while (__any_sync(~0u, is_stale(ptx::load_relaxed_sys(sample), epoch) && !place_.gave_up));
+      const bool there = count >= kSpanBlocks ? load_codes<true>(row, count, t, epoch, x)
+                                              : load_codes<false>(row, count, t, epoch, x);
+      if (__all_sync(~0u, there) || __any_sync(~0u, place_.gave_up)) return;
     }
   }
 

@@ -36,7 +36,7 @@ class Producer {
 
   // The experts in use, as group_pairs left them; `first`: the number of the layer's first expert.
   __device__ bool experts(const ExpertJob& job, Range range, int first) {
-    const uint32_t in_round = kSegments * job.unit_groups, in_unit = in_round * job.chunks();
+    const uint32_t in_round = kSegments * job.unit_groups, in_unit = in_round * job.chunks;
     return stream((range.end - range.begin) * in_unit, [&](uint32_t k) {
       const uint32_t own = k / in_unit, rest = k - own * in_unit, c = rest / in_round;
       const int unit = range.begin + own, slice = job.by_groups.quotient(unit);

@@ -108,10 +108,10 @@ struct ExpertJob {
   int32_t unit_groups;           // row groups of a unit: 2 or 1
   int32_t segment_bytes;         // of a row group
   int32_t chunk_bytes;           // at most kSlotBytes
+  int32_t chunks;                // of a segment of a row group
   int32_t k_blocks;              // 16-blocks of K in a segment
   Divisor by_groups;
 
-  MUSE_FN int32_t chunks() const { return (segment_bytes + chunk_bytes - 1) / chunk_bytes; }
   MUSE_FN int32_t bytes(int32_t c) const {
     return segment_bytes - c * chunk_bytes < chunk_bytes ? segment_bytes - c * chunk_bytes : chunk_bytes;
   }
@@ -138,6 +138,7 @@ MUSE_FN ExpertJob expert_job(const Plan& p, const RankPointers& w, bool nvfp4, b
     job.segment_bytes = static_cast<int32_t>(blocks * kTile * 2);
     job.chunk_bytes = kSlotTiles * kTile * 2;
   }
+  job.chunks = (job.segment_bytes + job.chunk_bytes - 1) / job.chunk_bytes;
   return job;
 }
 
