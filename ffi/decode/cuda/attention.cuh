@@ -150,9 +150,15 @@ __device__ __forceinline__ void score_rows(const AttentionUnit& u, const DeviceR
 #pragma unroll 1  // one copy of the exponentials, out of a cold instruction cache: the halves change places
     for (int n = 0; n < 2; ++n) {
       float p[4];
+      if (usual) {  // one branch for all: they then run side by side
+#pragma unroll
+        for (int e = 0; e < 4; ++e) p[e] = usual_exp1(score[0][e]);
+      } else {
+#pragma unroll
+        for (int e = 0; e < 4; ++e) p[e] = rare_exp1(score[0][e]);
+      }
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
-        p[e] = usual ? usual_exp1(score[0][e]) : rare_exp1(score[0][e]);
         score[0][e] = score[1][e];
         const int at = own + 8 * n + e % 2, seen = position[e / 2];
         if (at > seen || at <= seen - u.kind.window) p[e] = 0.0f;

@@ -168,17 +168,22 @@ class AttentionSteps : public RowSteps {
     AttentionShared& shared = *region<AttentionShared>();
     const int warp = warp_index(), lane = lane_index(), b = warp % 4, g = lane / 4, t = lane % 4,
               group = s_.attention.group;
-#pragma unroll 1
-    for (int tile = warp / 4; 2 * tile < u.rows; tile += 2) {
-      const int last = min(2 * tile + 1, u.rows - 1);
-      uint32_t two[4] = {};
-      const auto slot = [&](int e) {
-        const int query = (u.member[e < 2 ? 2 * tile : last] * s_.attention.kv_heads + head) * group + g;
-        return mine<uint64_t>(w_.q) + (query * kHeadDim + 16 * b + 4 * t) / 2 + e % 2;
-      };
-      if (g < group) wait(Phase::kAttention, slot, [&](int) { return me(); }, two, kBarrierGrace);
-      const bool both = last > 2 * tile;
-      shared.q[tile][b][lane] = {two[0], both ? two[2] : 0u, two[1], both ? two[3] : 0u};
+    const int first = warp / 4;  // the warp's tiles: this one and, if there is one, that after the next
+    if (2 * first >= u.rows) return;
+    uint32_t two[8] = {};  // of two rows, then of the other tile's; of the last one again where there is none
+    const auto slot = [&](int e) {
+      const int i = u.member[min(2 * first + e / 4 * 4 + e / 2 % 2, u.rows - 1)];
+      const int query = (i * s_.attention.kv_heads + head) * group + min(g, group - 1);
+      return mine<uint64_t>(w_.q) + (query * kHeadDim + 16 * b + 4 * t) / 2 + e % 2;
+    };
+    wait(Phase::kAttention, slot, [&](int) { return me(); }, two, kBarrierGrace);
+#pragma unroll
+    for (int e = 0; e < 8; e += 4) {
+      const int tile = first + e / 2;
+      if (2 * tile >= u.rows) break;
+      const bool both = 2 * tile + 1 < u.rows;
+      const uint4 q{two[e], both ? two[e + 2] : 0u, two[e + 1], both ? two[e + 3] : 0u};
+      shared.q[tile][b][lane] = g < group ? q : uint4{0, 0, 0, 0};
     }
   }
 
@@ -298,7 +303,7 @@ class AttentionSteps : public RowSteps {
     if (warp >= heads) return;
     const uint64_t *numerators = stored + warp * kHeadDim + 2 * lane, *denominators = stored + heads * kHeadDim + warp;
     const uint32_t epoch = place_.epoch;
-    constexpr int kAtOnce = 4;  // loads in flight
+    constexpr int kAtOnce = 5;  // loads in flight
     float2 own{}, all{};
     float own_denominator = 0.0f, denominator = 0.0f;
 #pragma unroll 1

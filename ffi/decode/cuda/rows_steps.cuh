@@ -73,8 +73,7 @@ class RowSteps : public DenseSteps {
     for (int unit = first_unit(6); unit < rows() * kSegments; unit += blocks()) {
       run_phase<&RowSteps::fetch_branch>(unit);
       if (!all_alive()) return false;  // nothing of this is to be seen
-      const float sum = block_sumsq(hidden(), region<float>(), s_.partial);
-      run_phase<&RowSteps::add_branch>(unit, rms_factor(sum, hidden(), p_.post_eps));
+      run_phase<&RowSteps::add_branch>(unit);
     }
     return true;
   }
@@ -139,8 +138,9 @@ class RowSteps : public DenseSteps {
     }
   }
 
-  // A unit's part of the row, normed by r, into the stream.
-  __device__ void add_branch(int unit, float r) {
+  // A unit's part of the row, normed, into the stream.
+  __device__ void add_branch(int unit) {
+    const float r = rms_factor(block_sumsq(hidden(), region<float>(), s_.partial), hidden(), p_.post_eps);
     const int i = unit / kSegments, owned = hidden() / kRanks, which = exchange();
     const BranchRegion from = branch_region();
     const bool last = which == 1 && layer() + 1 == p_.layer_end, tap_rank = me() == a_.local[0];
