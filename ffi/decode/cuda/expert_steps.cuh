@@ -26,16 +26,21 @@ class ExpertSteps : public ExpertFinish {
       key[j] = j < pairs ? static_cast<int>(expert[0]) << kMaxPairsLog2 | j : INT32_MAX;
     }
     if (!all_alive()) return false;
+    // Two neighbours count for a pair, every other quad each; a warp stays together.
 #pragma unroll 1
-    for (int j = thread_index(); j < pairs; j += kThreads) {
+    for (int at = thread_index(); (at & ~31) < 2 * pairs; at += kThreads) {
+      const int j = min(at / 2, pairs - 1);
       const int own = key[j], first = own & ~static_cast<int>(kMaxPairs - 1);  // the expert's
       int before = 0, others = 0;                                              // of these, other experts'
 #pragma unroll 2
-      for (int o = 0; o < pairs; o += 4) {
+      for (int o = at % 2 * 4; o < pairs; o += 8) {
         const int4 four = *reinterpret_cast<const int4*>(key + o);
-        before += (four.x < own) + (four.y < own) + (four.z < own) + (four.w < own);
-        others += (four.x < first) + (four.y < first) + (four.z < first) + (four.w < first);
+        before += ((four.x < own) + (four.y < own)) + ((four.z < own) + (four.w < own));
+        others += ((four.x < first) + (four.y < first)) + ((four.z < first) + (four.w < first));
       }
+      before += __shfl_xor_sync(~0u, before, 1);
+      others += __shfl_xor_sync(~0u, others, 1);
+      if (at >= 2 * pairs || at % 2) continue;
       s_.pairs[before] = static_cast<uint16_t>(j);
       if ((before - others) % kSliceRows == 0) atomicOr(&starts[before / 32], 1u << before % 32);
     }

@@ -185,7 +185,7 @@ int64_t region_bytes(const Plan& p) {
                             row_parallel_operand_bytes(p.moe_columns()),
                             p.hidden * 6 + p.hidden / kRanks * 12,  // a row, its gains; a segment's stream and gates
                             static_cast<int64_t>(sizeof(AttentionShared)),
-                            std::max<int64_t>(sizeof(float) * 2048 + 256, p.moe_hidden * 4),  // router
+                            std::max<int64_t>(sizeof(float) * 2368, p.moe_hidden * 4),        // router
                             kMaxPairs * 4 + 16 + kMaxPairs / 8,                               // pairs by expert
                             int64_t{kUnits} * kUnitSumBytes + kWarps * static_cast<int64_t>(sizeof(ChunkScales))});
 }

@@ -182,12 +182,14 @@ class OperandSteps : public DenseBase {
       }
     }
     sync_block();  // combine's part of the region is read
+    const int pairs = words / 2, end = count > kSegments ? 2 * pairs : pairs;  // of words; of the first rows, of the others
+    static_assert(kPassRows == 2 * kSegments);
 #pragma unroll 1
-    for (int c = 2 * thread_index(); c < words; c += 2 * kThreads)
-#pragma unroll 1
-      for (int row = 0; row < count; row += kSegments)
-        wait_pairs(place_, attention ? Phase::kAttention : Phase::kCombine, slots + row * words + c, words, count - row,
-                   me(), operand_words(row) + word_of(2 * c), column_tile_at(1, 0, 0) / 2, word_of(2), kBarrierGrace);
+    for (int at = thread_index(); at < end; at += kThreads) {
+      const int row = at < pairs ? 0 : kSegments, c = 2 * (at < pairs ? at : at - pairs);
+      wait_pairs(place_, attention ? Phase::kAttention : Phase::kCombine, slots + row * words + c, words, count - row,
+                 me(), operand_words(row) + word_of(2 * c), column_tile_at(1, 0, 0) / 2, word_of(2), kBarrierGrace);
+    }
     return all_alive();
   }
 

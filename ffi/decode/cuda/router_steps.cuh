@@ -34,7 +34,8 @@ class RouterSteps : public AttentionSteps {
   struct RouterRegion {
     uint32_t key[1024];
     float probability[1024];
-    int32_t chosen[kMaxTopK];
+    uint32_t best_key[kWarps * kMaxTopK];  // of each warp's share
+    int32_t best[kWarps * kMaxTopK], chosen[kMaxTopK];
     float ordered[kMaxTopK];  // their probabilities by ascending id
   };
 
@@ -108,41 +109,49 @@ class RouterSteps : public AttentionSteps {
     }
   }
 
-  // Eight threads per 16-block, two numbers each: as codes and their scale, or as they are.
+  // Four threads per 16-block, four numbers each, those of their words: as codes and their scale, or as they are.
   __device__ void write_operand(int i, int of_parts, float r) {
-    const int l = layer(), k = thread_index() % 8;
+    const int l = layer(), t = thread_index() % 4;
     const Range blocks = part(moe_hidden() / 16, of_parts, kOperandParts);
     const int words = segment_words(), in_segment = words / static_cast<int>(kPieceWords);
     const uint32_t* gains = reinterpret_cast<const uint32_t*>(global(a_.shared.moe_gains) + 2 * l * moe_hidden());
-    uint64_t* out = mine<uint64_t>(w_.x) + i * kSegments * words;
     const bool quantized = p_.kind[l].nvfp4 && p_.quantize_activations;
     const float input_scale = a_.shared.input_scales[2 * l];
+    const uint32_t epoch = place_.epoch;
 #pragma unroll 1
-    for (int first = blocks.begin; first < blocks.end; first += kThreads / 8) {
-      const int at = first + thread_index() / 8, b = min(at, blocks.end - 1);  // a warp stays together
-      const float2 v = region<float2>()[8 * b + k];
-      const uint32_t gain = __ldg(gains + 8 * b + k);
-      const uint16_t x = to_bf16((v.x * r) * low_bf16(gain)), y = to_bf16((v.y * r) * high_bf16(gain));
-      const int segment = b / in_segment, own = b - segment * in_segment;
-      uint32_t word = pack(x, y);
-      int place = own * static_cast<int>(kPieceWords) + k % 4 * 2 + k / 4;
-      bool storing = at < blocks.end;
-      if (quantized) {
-        float amax = fmaxf(abs32(from_bf16(x)), abs32(from_bf16(y)));
+    for (int first = blocks.begin; first < blocks.end; first += kThreads / 4) {
+      const int at = first + thread_index() / 4, b = min(at, blocks.end - 1);  // a warp stays together
+      uint16_t x[4];  // numbers 2 t, 2 t + 1, 2 t + 8, 2 t + 9
 #pragma unroll
-        for (int step = 1; step < 8; step *= 2) amax = fmaxf(amax, __shfl_xor_sync(~0u, amax, step));
-        const uint32_t infinite = __ballot_sync(~0u, !bf16_finite(x) || !bf16_finite(y));
-        const uint8_t sf = block_scale(amax, (infinite >> (thread_index() % 32 & ~7) & 0xFFu) == 0, input_scale);
-        const bool zero = sf == 0 || sf == kNan8;
-        const float divisor = from_e4m3(sf) * input_scale;
-        const uint32_t low = zero ? 0u : code_of(from_bf16(x), divisor),
-                       high = zero ? 0u : code_of(from_bf16(y), divisor);
-        word = code_bits(low, 2 * k) | code_bits(high, 2 * k + 1);
-        word |= __shfl_xor_sync(~0u, word, 4) | scale_bits(sf);
-        place = own / 2 * static_cast<int>(kPieceWords) + k % 4 * 2 + own % 2;
-        storing = storing && k < 4;
+      for (int h = 0; h < 2; ++h) {
+        const float2 v = region<float2>()[8 * b + 4 * h + t];
+        const uint32_t gain = __ldg(gains + 8 * b + 4 * h + t);
+        x[2 * h] = to_bf16((v.x * r) * low_bf16(gain));
+        x[2 * h + 1] = to_bf16((v.y * r) * high_bf16(gain));
       }
-      if (storing) store_slot(out + segment * words + place, word, place_.epoch);
+      const int segment = b / in_segment, own = b - segment * in_segment;
+      uint64_t* out = mine<uint64_t>(w_.x) + (i * kSegments + segment) * words + 2 * t;
+      if (!quantized) {
+        if (at < blocks.end)
+          ptx::store_relaxed_gpu_v2(out + own * static_cast<int>(kPieceWords), slot_word(pack(x[0], x[1]), epoch),
+                                    slot_word(pack(x[2], x[3]), epoch));
+        continue;
+      }
+      float amax = 0.0f;
+      bool finite = true;
+#pragma unroll
+      for (int e = 0; e < 4; ++e) amax = fmaxf(amax, abs32(from_bf16(x[e]))), finite = finite && bf16_finite(x[e]);
+#pragma unroll
+      for (int step = 1; step < 4; step *= 2) amax = fmaxf(amax, __shfl_xor_sync(~0u, amax, step));
+      const uint32_t infinite = __ballot_sync(~0u, !finite);
+      const uint8_t sf = block_scale(amax, (infinite >> (thread_index() % 32 & ~3) & 0xFu) == 0, input_scale);
+      const bool zero = sf == 0 || sf == kNan8;
+      const float divisor = from_e4m3(sf) * input_scale;
+      uint32_t word = scale_bits(sf);
+#pragma unroll
+      for (int e = 0; e < 4; ++e)
+        word |= zero ? 0u : code_bits(code_of(from_bf16(x[e]), divisor), e % 2 + 8 * (e / 2));
+      if (at < blocks.end) store_slot(out + own / 2 * static_cast<int>(kPieceWords) + own % 2, word, epoch);
     }
   }
 
@@ -152,28 +161,42 @@ class RouterSteps : public AttentionSteps {
     return is_nan(key) ? 1u : bits >> 31 ? ~bits : bits | 0x80000000u;
   }
 
-  // The K largest keys in descending order, ties to the lowest id: a thread counts who is ahead of its expert. Of the
-  // experts before it those with an equal key are too, which a comparison with the next lower number says (the lowest
-  // is NaN's, 1).
-  __device__ void rank_experts(RouterRegion& sh, int experts) const {
-#pragma unroll 1
-    for (int e = thread_index(); e < experts; e += kThreads) {
-      const uint32_t own = sh.key[e];
-      int ahead = 0;
-      const auto count = [&](int begin, int end, uint32_t limit) {
+  // How many of the keys [begin, end) are ahead of the one at `at`: the larger ones, and before it those that are equal, which
+  // a comparison with the next lower number says (the lowest is NaN's, 1). Ranges of whole quads.
+  __device__ static int count_ahead(const uint32_t* keys, int begin, int end, int at) {
+    const uint32_t own = keys[at];
+    int ahead = 0;
+    const auto count = [&](int from, int to, uint32_t limit) {
 #pragma unroll 4
-        for (int o = begin; o < end; o += 4) {
-          const uint4 four = *reinterpret_cast<const uint4*>(sh.key + o);
-          ahead += (four.x > limit) + (four.y > limit) + (four.z > limit) + (four.w > limit);
-        }
-      };
-      const int group = e & ~3;
-      count(0, group, own - 1);
+      for (int o = from; o < to; o += 4) {
+        const uint4 four = *reinterpret_cast<const uint4*>(keys + o);
+        ahead += ((four.x > limit) + (four.y > limit)) + ((four.z > limit) + (four.w > limit));
+      }
+    };
+    const int group = at & ~3;
+    count(begin, group, own - 1);
+#pragma unroll
+    for (int e = 0; e < 4; ++e) ahead += keys[group + e] > own - (group + e < at);
+    count(group + 4, end, own);
+    return ahead;
+  }
+
+  // The K largest keys in descending order, ties to the lowest id: first each warp's in its share, then those of all.
+  __device__ void rank_experts(RouterRegion& sh, int experts) const {
+    const int warp = thread_index() / 32, lane = thread_index() % 32, k_count = top_k();
+    const int share = (experts + 4 * kWarps - 1) / (4 * kWarps) * 4, begin = min(warp * share, experts),
+              end = min(begin + share, experts);
+    if (lane < k_count && begin + lane >= end) sh.best_key[warp * k_count + lane] = 0;  // fewer than K
 #pragma unroll 1
-      for (int o = group; o < group + 4; ++o) ahead += sh.key[o] > own - (o < e);
-      count(group + 4, experts, own);  // experts are a multiple of eight
-      if (ahead < top_k()) sh.chosen[ahead] = e;
+    for (int e = begin + lane; e < end; e += 32) {
+      const int ahead = count_ahead(sh.key, begin, end, e), at = warp * k_count + ahead;
+      if (ahead < k_count) sh.best_key[at] = sh.key[e], sh.best[at] = e;
     }
+    sync_block();
+    const int c = thread_index(), candidates = kWarps * k_count;
+    static_assert(kWarps * kMaxTopK <= kThreads, "a thread each");
+    if (c >= candidates || sh.best_key[c] == 0) return;
+    if (const int ahead = count_ahead(sh.best_key, 0, candidates, c); ahead < k_count) sh.chosen[ahead] = sh.best[c];
   }
 
   // By one warp: the chosen experts' weights.

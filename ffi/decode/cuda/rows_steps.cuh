@@ -71,8 +71,7 @@ class RowSteps : public DenseSteps {
   __device__ bool branch() {
 #pragma unroll 1
     for (int unit = first_unit(6); unit < rows() * kSegments; unit += blocks()) {
-      run_phase<&RowSteps::fetch_branch>(unit);
-      if (!all_alive()) return false;  // nothing of this is to be seen
+      if (!run_phase<&RowSteps::fetch_branch>(unit)) return false;  // nothing of this is to be seen
       run_phase<&RowSteps::add_branch>(unit);
     }
     return true;
@@ -106,8 +105,9 @@ class RowSteps : public DenseSteps {
     return global(a_.shared.gates) + (4 * layer() + 2 * exchange()) * hidden() + column;
   }
 
-  // A unit's row: z is the branch itself, or, scale first, the branch times its gain. Warp w waits for segment w.
-  __device__ void fetch_branch(int unit) {
+  // A unit's row: z is the branch itself, or, scale first, the branch times its gain. Warp w waits for segment w. False:
+  // somebody gave up.
+  __device__ bool fetch_branch(int unit) {
     const int i = unit / kSegments, own = unit % kSegments, owned = hidden() / kRanks, words = owned / 2;
     const int which = exchange(), segment = thread_index() / 32, lane = thread_index() % 32;
     const BranchRegion to = branch_region();
@@ -136,6 +136,7 @@ class RowSteps : public DenseSteps {
       reinterpret_cast<float2*>(two)[c] =
           which == 0 ? float2{x, y} : float2{round_bf16(x * low_bf16(gain)), round_bf16(y * high_bf16(gain))};
     }
+    return all_alive();
   }
 
   // A unit's part of the row, normed, into the stream.
