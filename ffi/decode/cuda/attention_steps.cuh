@@ -303,7 +303,7 @@ class AttentionSteps : public RowSteps {
     if (warp >= heads) return;
     const uint64_t *numerators = stored + warp * kHeadDim + 2 * lane, *denominators = stored + heads * kHeadDim + warp;
     const uint32_t epoch = place_.epoch;
-    constexpr int kAtOnce = 5;  // loads in flight
+    constexpr int kAtOnce = 4;  // loads in flight
     float2 own{}, all{};
     float own_denominator = 0.0f, denominator = 0.0f;
 #pragma unroll 1
@@ -346,8 +346,8 @@ class AttentionSteps : public RowSteps {
     }
     all = {all.x + own.x, all.y + own.y};  // the last stretch; +0 if it was complete
     denominator = denominator + own_denominator;
-    const uint32_t o = gated(pack(to_bf16(all.x / denominator), to_bf16(all.y / denominator)),
-                             region<uint32_t>()[thread_index()]);
+    const uint32_t o =
+        gated(pack(to_bf16(all.x / denominator), to_bf16(all.y / denominator)), region<uint32_t>()[thread_index()]);
     store_slot(mine<uint64_t>(w_.o) + (i * columns + column) / 2, o, place_.epoch);
   }
 

@@ -22,10 +22,6 @@ constexpr int kTasksAtOnce = kWarps + kFinishers;
 // them in registers, or spill them, for the whole launch.
 __device__ __forceinline__ int thread_index() { return ptx::thread_index(); }
 
-// What is the same for all lanes of the warp, told the compiler: it else keeps the warp together by an instruction
-// before each product, and stalls there.
-__device__ __forceinline__ int uniform(int number) { return __shfl_sync(~0u, number, 0); }
-
 // All computing threads; the producer never takes part, so __syncthreads would wait for ever. Named barrier 1, because
 // 0 is __syncthreads'.
 __device__ __forceinline__ void sync_block() { ptx::bar_sync<1, kThreads>(); }

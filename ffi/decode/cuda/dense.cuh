@@ -119,8 +119,7 @@ class DenseBase : public StepBase {
   // The tasks of the calling warp; emit(row group, accumulators).
   template <typename Emit>
   __device__ __forceinline__ void dense_tasks(const DenseJob& job, Range range, int i0, Emit emit) {
-    const int index = uniform(thread_index() / 32), warp = index < kWarps ? index : index - 1,
-              lane = thread_index() % 32;
+    const int index = thread_index() / 32, warp = index < kWarps ? index : index - 1, lane = thread_index() % 32;
     static_assert(kFirstFinisher == kWarps + 1, "the producer is left out");
     const int first_task = job.segment(range) * job.groups;
     const bool two = rows() - i0 > 8;

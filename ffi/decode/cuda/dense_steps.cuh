@@ -31,8 +31,7 @@ class DenseSteps : public OperandSteps {
     const int warp = thread_index() / 32, lane = thread_index() % 32;
 #pragma unroll 1
     for (int at = (warp * blocks() + first_unit(3)) * 32 + lane; at < rows() * words; at += blocks() * kThreads) {
-      const uint32_t two =
-          wait_segments(place_, Phase::kRouter, mine<uint64_t>(w_.pool_sums) + 2 * at,
+      const uint32_t two = wait_segments(place_, Phase::kRouter, mine<uint64_t>(w_.pool_sums) + 2 * at,
                                          kMaxRows * columns, place_.epoch);
       if (place_.gave_up) return;  // the router's waits say so
       push_all(w_.pooled, kMaxRows * words, at, two);
@@ -41,8 +40,8 @@ class DenseSteps : public OperandSteps {
 
  protected:
   // A warp's tasks. Column-parallel results stay in the rank as segment sums: whoever finishes columns waits for those
-  // that it needs, instead of all blocks for all. Of a row-parallel GEMM this rank's columns are one segment: its partial
-  // sums go to the owners of the output columns.
+  // that it needs, instead of all blocks for all. Of a row-parallel GEMM this rank's columns are one segment: its
+  // partial sums go to the owners of the output columns.
   __device__ void warp_tasks(int i0) {
     const Gemm which = s_.gemm;
     const bool row_parallel = which == Gemm::kOutput || which == Gemm::kPostExpert;
@@ -115,8 +114,8 @@ class DenseSteps : public OperandSteps {
         ptx::copy16(ptx::shared_address(held_router() + (row * quads + q) * 4), router_row(first + row) + 4 * q);
   }
 
-  // Segment sums of this block's experts of this rank for one pass of rows: half a warp per row, by the warps that have no
-  // task of the GEMM, where there are some. They travel as they are, which spares the rank a meeting of its blocks.
+  // Segment sums of this block's experts of this rank for one pass of rows: half a warp per row, by the warps that have
+  // no task of the GEMM, where there are some. They travel as they are, which spares the rank a meeting of its blocks.
   __device__ void router_dots(int i0) {
     const Range tasks = s_.jobs.tasks[static_cast<uint32_t>(Gemm::kPreExpert)];
     const int busy = tasks.end - tasks.begin < kWarps ? tasks.end - tasks.begin : 0, warp = thread_index() / 32 - busy,
@@ -131,8 +130,7 @@ class DenseSteps : public OperandSteps {
     for (int unit = warp; unit < (range.end - range.begin) * pairs; unit += warps) {
       const int of_block = unit / pairs, e = range.begin + of_block - segment * own;
       const int i = min(unit % pairs * 2 + lane / 16, count - 1);
-      const float* row =
-          (of_block < held ? held_router() + of_block * length : router_row(range.begin + of_block)) + j;
+      const float* row = (of_block < held ? held_router() + of_block * length : router_row(range.begin + of_block)) + j;
       const uint16_t* h = region<uint16_t>() + column_tile_at(i, j, 0);
       float sum = 0.0f;
       constexpr int kAtOnce = 16;  // loads in flight

@@ -59,8 +59,8 @@ __device__ __forceinline__ void load_tokens(const uint64_t* row, int first, int 
   }
 }
 
-// The same of a whole segment's codes, which are slot words of `epoch`; false: some are not there yet. kAll: the segment has
-// as many blocks as x; otherwise what lies behind it is read and not used.
+// The same of a whole segment's codes, which are slot words of `epoch`; false: some are not there yet. kAll: the
+// segment has as many blocks as x; otherwise what lies behind it is read and not used.
 template <bool kAll>
 __device__ __forceinline__ bool load_codes(const uint64_t* row, int count, int t, uint32_t epoch,
                                            TokenOperand<kSpanBlocks>& x) {
@@ -90,8 +90,8 @@ struct PanelScales {
   }
 };
 
-// A chunk's scales as fp32, by pairs of blocks: of rows g and g + 8 of both, in shared memory of the warp. In registers four
-// lanes would convert each of them for themselves.
+// A chunk's scales as fp32, by pairs of blocks: of rows g and g + 8 of both, in shared memory of the warp. In registers
+// four lanes would convert each of them for themselves.
 using ChunkScales = float4[kSpanBlocks / 2][8];
 
 __device__ __forceinline__ PanelScales panel_scales(const unsigned char* panel, int lane) {
@@ -147,7 +147,7 @@ __device__ __forceinline__ void chain_codes(const unsigned char* chunk, int pane
 #pragma unroll
     for (int e = 0; e < kGroup; e += 2) {
       const float4 scale = scales[(group * kGroup + e) / 2][g];
-      const float(&first)[4] = sum[group % 2][e], (&second)[4] = sum[group % 2][e + 1];
+      const float (&first)[4] = sum[group % 2][e], (&second)[4] = sum[group % 2][e + 1];
       acc[0] = fma1(second[0], scale.z, fma1(first[0], scale.x, acc[0]));
       acc[1] = fma1(second[1], scale.z, fma1(first[1], scale.x, acc[1]));
       acc[2] = fma1(second[2], scale.w, fma1(first[2], scale.y, acc[2]));

@@ -128,7 +128,8 @@ class ExpertSteps : public ExpertFinish {
         for (int half = 0; half < job.unit_groups; ++half, chunk += kSegments) {
           if constexpr (kKind == ExpertKind::kW4A4) {
             if (there == 0)
-              there = ring_.wait_run(chunk, kSegments, ((units.end - unit) * chunks - c) * job.unit_groups - half, lane);
+              there =
+                  ring_.wait_run(chunk, kSegments, ((units.end - unit) * chunks - c) * job.unit_groups - half, lane);
             --there;
             chain_codes(ring_.slot(chunk), bytes / static_cast<int>(kPanelBytes), lane, x,
                         region<ChunkScales>(kUnits * kUnitSumBytes)[thread_index() / 32], acc);
@@ -198,8 +199,8 @@ class ExpertSteps : public ExpertFinish {
                                               second ? thread_index() / 32 : me(), second ? 0 : kBarrierGrace))
           place_.gave_up = 1;
       } while (__any_sync(~0u, is_stale(ptx::load_relaxed_sys(sample), epoch) && !place_.gave_up));
-      const bool there = count >= kSpanBlocks ? load_codes<true>(row, count, t, epoch, x)
-                                              : load_codes<false>(row, count, t, epoch, x);
+      const bool there =
+          count >= kSpanBlocks ? load_codes<true>(row, count, t, epoch, x) : load_codes<false>(row, count, t, epoch, x);
       if (__all_sync(~0u, there) || __any_sync(~0u, place_.gave_up)) return;
     }
   }

@@ -33,7 +33,7 @@ class Step : public ExpertSteps {
         if (!moe()) return false;
       } else {
         if (!row_parallel()) return false;
-        if (next == Gemm::kQkv) next_layer();
+        if (s_.gemm == Gemm::kQkv) next_layer();
       }
     }
     return rank_barrier(Phase::kEnd) && (!a_.head.token || run_phase<&HeadSteps::run>());
@@ -72,11 +72,11 @@ class Step : public ExpertSteps {
   }
 
   __device__ void experts() {
-    const ExpertKind kind = expert_kind();
-    if (kind != ExpertKind::kW4A4) run_phase<&Step::wait_tokens>();
+    if (expert_kind() != ExpertKind::kW4A4) run_phase<&Step::wait_tokens>();
     mark(Mark::kTokens);
     if (thread_index() == 0) ring_.set_streaming(true);
     units_.begin();
+    const ExpertKind kind = expert_kind();
     if (kind == ExpertKind::kW4A4)
       run_phase<&Step::expert_chains<ExpertKind::kW4A4>>();
     else if (kind == ExpertKind::kW4A16)
@@ -181,12 +181,12 @@ __global__ void __launch_bounds__(kLaunchThreads, 1) decode_layers(const __grid_
 }
 
 int64_t region_bytes(const Plan& p) {
-  return std::max<int64_t>({dense_operand_bytes(p.hidden) + kHeldRouterRows * p.hidden / kSegments * 4, row_parallel_operand_bytes(p.q_columns()),
-                            row_parallel_operand_bytes(p.moe_columns()),
+  return std::max<int64_t>({dense_operand_bytes(p.hidden) + kHeldRouterRows * p.hidden / kSegments * 4,
+                            row_parallel_operand_bytes(p.q_columns()), row_parallel_operand_bytes(p.moe_columns()),
                             p.hidden * 6 + p.hidden / kRanks * 12,  // a row, its gains; a segment's stream and gates
                             static_cast<int64_t>(sizeof(AttentionShared)),
-                            std::max<int64_t>(sizeof(float) * 2368, p.moe_hidden * 4),        // router
-                            kMaxPairs * 4 + 16 + kMaxPairs / 8,                               // pairs by expert
+                            std::max<int64_t>(sizeof(float) * 2368, p.moe_hidden * 4),  // router
+                            kMaxPairs * 4 + 16 + kMaxPairs / 8,                         // pairs by expert
                             int64_t{kUnits} * kUnitSumBytes + kWarps * static_cast<int64_t>(sizeof(ChunkScales))});
 }
 

@@ -182,7 +182,8 @@ class OperandSteps : public DenseBase {
       }
     }
     sync_block();  // combine's part of the region is read
-    const int pairs = words / 2, end = count > kSegments ? 2 * pairs : pairs;  // of words; of the first rows, of the others
+    const int pairs = words / 2,
+              end = count > kSegments ? 2 * pairs : pairs;  // of words; of the first rows, of the others
     static_assert(kPassRows == 2 * kSegments);
 #pragma unroll 1
     for (int at = thread_index(); at < end; at += kThreads) {

@@ -76,8 +76,10 @@ class Producer {
       const int room = (ring_.streaming() ? kCopiesInGemm : kCopiesBetween) - __popc(__ballot_sync(~0u, flying_));
       // The free slots' lanes, counted from the one whose chunk is needed first.
       const bool free = known && ring_.is_free(chunk_ + k);
-      const uint32_t lanes = __ballot_sync(~0u, free), first = (chunk_ + __reduce_min_sync(~0u, known ? k : ~0u)) % kSlots;
-      const uint32_t before = (lanes >> first | lanes << (kSlots - first) % kSlots) & ((1u << ((lane_ - first) % kSlots)) - 1);
+      const uint32_t lanes = __ballot_sync(~0u, free),
+                     first = (chunk_ + __reduce_min_sync(~0u, known ? k : ~0u)) % kSlots;
+      const uint32_t before =
+          (lanes >> first | lanes << (kSlots - first) % kSlots) & ((1u << ((lane_ - first) % kSlots)) - 1);
       const bool ready = free && __popc(before) < room;
       if (ready) {
         last_ = chunk_ + k;

@@ -85,74 +85,81 @@ class RouterSteps : public AttentionSteps {
 
   // A part of the pooled row, normed, as expert operand. Each block norms the whole row for itself.
   __device__ bool make_operand(int unit) {
-    const int i = unit / kOperandParts;
-    fetch_pooled(i);
+    fetch_pooled(unit / kOperandParts);
     if (!all_alive()) return false;
-    const float sum = block_sumsq(moe_hidden(), region<float>(), s_.partial);
-    run_phase<&RouterSteps::write_operand>(i, unit % kOperandParts, rms_factor(sum, moe_hidden(), p_.eps));
+    write_operand(unit);
     return true;
   }
 
   // Pairs of columns -> the region, as floats.
   __device__ void fetch_pooled(int i) {
-    const int half = static_cast<int>(p_.moe_columns()) / 2, pairs = kRanks * half;
-    float2* row = region<float2>();
-    uint32_t* two = region<uint32_t>();
-    const uint64_t* pooled = slots_from(0, w_.pooled, kMaxRows * half) + i * half;
+    const int half = static_cast<int>(p_.moe_columns()) / 2;
 #pragma unroll 1
-    for (int c = 2 * thread_index(); c < half; c += 2 * kThreads) {
-      wait_pairs(place_, Phase::kRouter, pooled + c, kMaxRows * half, kRanks, -1, two + 2 * c, 2 * half, 2);
+    for (int c = 2 * thread_index(); c < half; c += 2 * kThreads)
+      wait_pairs(place_, Phase::kRouter, slots_from(0, w_.pooled, kMaxRows * half) + i * half + c, kMaxRows * half,
+                 kRanks, -1, region<uint32_t>() + 2 * c, 2 * half, 2);
+    // What the thread itself has brought.
+    float2* row = region<float2>();
+    const uint32_t* two = region<uint32_t>();
+#pragma unroll 1
+    for (int c = 2 * thread_index(); c < half; c += 2 * kThreads)
 #pragma unroll 4
-      for (int at = c; at < pairs; at += half)
+      for (int at = c; at < kRanks * half; at += half)
 #pragma unroll
         for (int e = at; e < at + 2; ++e) row[e] = {low_bf16(two[2 * e]), high_bf16(two[2 * e])};
-    }
   }
 
   // Four threads per 16-block, four numbers each, those of their words: as codes and their scale, or as they are.
-  __device__ void write_operand(int i, int of_parts, float r) {
-    const int l = layer(), t = thread_index() % 4;
-    const Range blocks = part(moe_hidden() / 16, of_parts, kOperandParts);
-    const int words = segment_words(), in_segment = words / static_cast<int>(kPieceWords);
+  __device__ __forceinline__ void write_operand(int unit) {
+    const float r = rms_factor(block_sumsq(moe_hidden(), region<float>(), s_.partial), moe_hidden(), p_.eps);
+    const int l = layer();
+    const Range blocks = part(moe_hidden() / 16, unit % kOperandParts, kOperandParts);
     const uint32_t* gains = reinterpret_cast<const uint32_t*>(global(a_.shared.moe_gains) + 2 * l * moe_hidden());
-    const bool quantized = p_.kind[l].nvfp4 && p_.quantize_activations;
-    const float input_scale = a_.shared.input_scales[2 * l];
-    const uint32_t epoch = place_.epoch;
 #pragma unroll 1
     for (int first = blocks.begin; first < blocks.end; first += kThreads / 4) {
-      const int at = first + thread_index() / 4, b = min(at, blocks.end - 1);  // a warp stays together
-      uint16_t x[4];  // numbers 2 t, 2 t + 1, 2 t + 8, 2 t + 9
+      const int at = first + thread_index() / 4, t = thread_index() % 4,
+                b = min(at, blocks.end - 1);  // a warp stays together
+      uint32_t x[2];                          // numbers 2 t and 2 t + 1, 2 t + 8 and 2 t + 9
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
         const float2 v = region<float2>()[8 * b + 4 * h + t];
         const uint32_t gain = __ldg(gains + 8 * b + 4 * h + t);
-        x[2 * h] = to_bf16((v.x * r) * low_bf16(gain));
-        x[2 * h + 1] = to_bf16((v.y * r) * high_bf16(gain));
+        x[h] = pack(to_bf16((v.x * r) * low_bf16(gain)), to_bf16((v.y * r) * high_bf16(gain)));
       }
-      const int segment = b / in_segment, own = b - segment * in_segment;
-      uint64_t* out = mine<uint64_t>(w_.x) + (i * kSegments + segment) * words + 2 * t;
-      if (!quantized) {
-        if (at < blocks.end)
-          ptx::store_relaxed_gpu_v2(out + own * static_cast<int>(kPieceWords), slot_word(pack(x[0], x[1]), epoch),
-                                    slot_word(pack(x[2], x[3]), epoch));
-        continue;
-      }
-      float amax = 0.0f;
-      bool finite = true;
-#pragma unroll
-      for (int e = 0; e < 4; ++e) amax = fmaxf(amax, abs32(from_bf16(x[e]))), finite = finite && bf16_finite(x[e]);
-#pragma unroll
-      for (int step = 1; step < 4; step *= 2) amax = fmaxf(amax, __shfl_xor_sync(~0u, amax, step));
-      const uint32_t infinite = __ballot_sync(~0u, !finite);
-      const uint8_t sf = block_scale(amax, (infinite >> (thread_index() % 32 & ~3) & 0xFu) == 0, input_scale);
-      const bool zero = sf == 0 || sf == kNan8;
-      const float divisor = from_e4m3(sf) * input_scale;
-      uint32_t word = scale_bits(sf);
-#pragma unroll
-      for (int e = 0; e < 4; ++e)
-        word |= zero ? 0u : code_bits(code_of(from_bf16(x[e]), divisor), e % 2 + 8 * (e / 2));
-      if (at < blocks.end) store_slot(out + own / 2 * static_cast<int>(kPieceWords) + own % 2, word, epoch);
+      const bool quantized = p_.kind[l].nvfp4 && p_.quantize_activations;
+      if (quantized) x[0] = quantize_quarter(x, a_.shared.input_scales[2 * l]);
+      if (at >= blocks.end) continue;
+      const int words = segment_words(), in_segment = words / static_cast<int>(kPieceWords), segment = b / in_segment,
+                own = b - segment * in_segment;
+      uint64_t* out = mine<uint64_t>(w_.x) + (unit / kOperandParts * kSegments + segment) * words + 2 * t;
+      if (quantized)
+        store_slot(out + own / 2 * static_cast<int>(kPieceWords) + own % 2, x[0], place_.epoch);
+      else
+        ptx::store_relaxed_gpu_v2(out + own * static_cast<int>(kPieceWords), slot_word(x[0], place_.epoch),
+                                  slot_word(x[1], place_.epoch));
     }
+  }
+
+  // The word of four threads' sixteen numbers that is the caller's: its codes and the block's scale.
+  __device__ __forceinline__ static uint32_t quantize_quarter(const uint32_t (&x)[2], float input_scale) {
+    const auto number = [&](int e) { return e % 2 ? high_bf16(x[e / 2]) : low_bf16(x[e / 2]); };
+    float amax = 0.0f;
+    bool finite = true;
+#pragma unroll
+    for (int e = 0; e < 4; ++e) {
+      amax = fmaxf(amax, abs32(number(e)));
+      finite = finite && bf16_finite(static_cast<uint16_t>(x[e / 2] >> (16 * (e % 2))));
+    }
+#pragma unroll
+    for (int step = 1; step < 4; step *= 2) amax = fmaxf(amax, __shfl_xor_sync(~0u, amax, step));
+    const uint32_t infinite = __ballot_sync(~0u, !finite);
+    const uint8_t sf = block_scale(amax, (infinite >> (thread_index() % 32 & ~3) & 0xFu) == 0, input_scale);
+    const bool zero = sf == 0 || sf == kNan8;
+    const float divisor = from_e4m3(sf) * input_scale;
+    uint32_t word = scale_bits(sf);
+#pragma unroll
+    for (int e = 0; e < 4; ++e) word |= zero ? 0u : code_bits(code_of(number(e), divisor), e % 2 + 8 * (e / 2));
+    return word;
   }
 
   // Keys as unsigned numbers of the same order, at least 1; NaN below all others.
@@ -161,8 +168,8 @@ class RouterSteps : public AttentionSteps {
     return is_nan(key) ? 1u : bits >> 31 ? ~bits : bits | 0x80000000u;
   }
 
-  // How many of the keys [begin, end) are ahead of the one at `at`: the larger ones, and before it those that are equal, which
-  // a comparison with the next lower number says (the lowest is NaN's, 1). Ranges of whole quads.
+  // How many of the keys [begin, end) are ahead of the one at `at`: the larger ones, and before it those that are
+  // equal, which a comparison with the next lower number says (the lowest is NaN's, 1). Ranges of whole quads.
   __device__ static int count_ahead(const uint32_t* keys, int begin, int end, int at) {
     const uint32_t own = keys[at];
     int ahead = 0;

@@ -105,8 +105,8 @@ class RowSteps : public DenseSteps {
     return global(a_.shared.gates) + (4 * layer() + 2 * exchange()) * hidden() + column;
   }
 
-  // A unit's row: z is the branch itself, or, scale first, the branch times its gain. Warp w waits for segment w. False:
-  // somebody gave up.
+  // A unit's row: z is the branch itself, or, scale first, the branch times its gain. Warp w waits for segment w.
+  // False: somebody gave up.
   __device__ bool fetch_branch(int unit) {
     const int i = unit / kSegments, own = unit % kSegments, owned = hidden() / kRanks, words = owned / 2;
     const int which = exchange(), segment = thread_index() / 32, lane = thread_index() % 32;
@@ -118,25 +118,34 @@ class RowSteps : public DenseSteps {
       copy_quad(to.alpha + q, gates(column));
       copy_quad(to.beta + q, gates(hidden() + column));
     }
-    uint32_t *two = reinterpret_cast<uint32_t*>(to.z) + segment * owned, *gains = to.gains + segment * words;
+    uint32_t* two = reinterpret_cast<uint32_t*>(to.z) + segment * owned;
 #pragma unroll 1
     for (int c = 4 * lane; which == 1 && c < words; c += 128)
-      copy_quad(gains + c, reinterpret_cast<const uint32_t*>(gain(2)) + segment * words + c);
+      copy_quad(to.gains + segment * words + c, reinterpret_cast<const uint32_t*>(gain(2)) + segment * words + c);
     const uint64_t* slots = slots_from(segment, w_.branch[which], kMaxRows * words) + i * words;
 #pragma unroll 1
     for (int c = 2 * lane; c < words; c += 64 * kSegments)
       wait_pairs(place_, Phase::kBranch, slots + c, 64, (words - c + 63) / 64, segment, two + 2 * c, 128, 2,
                  kBranchGrace);
+    expand_branch();
+    return all_alive();
+  }
+
+  // The warp's words have come: as floats, times the gain.
+  __device__ __forceinline__ void expand_branch() {
+    const int owned = hidden() / kRanks, words = owned / 2, segment = thread_index() / 32;
+    const BranchRegion to = branch_region();
+    uint32_t *two = reinterpret_cast<uint32_t*>(to.z) + segment * owned, *gains = to.gains + segment * words;
+    const bool gained = exchange() == 1;
     ptx::wait_all_copies();
     __syncwarp();  // gains and words are the warp's
 #pragma unroll 4
-    for (int c = lane; c < words; c += 32) {
+    for (int c = thread_index() % 32; c < words; c += 32) {
       const float x = low_bf16(two[2 * c]), y = high_bf16(two[2 * c]);
       const uint32_t gain = gains[c];
       reinterpret_cast<float2*>(two)[c] =
-          which == 0 ? float2{x, y} : float2{round_bf16(x * low_bf16(gain)), round_bf16(y * high_bf16(gain))};
+          gained ? float2{round_bf16(x * low_bf16(gain)), round_bf16(y * high_bf16(gain))} : float2{x, y};
     }
-    return all_alive();
   }
 
   // A unit's part of the row, normed, into the stream.

@@ -85,8 +85,8 @@ MUSE_FN DenseJob row_parallel_job(const uint16_t* tiles, int64_t rows, int64_t k
   return {tiles, groups, 1, static_cast<int32_t>(k / 16), 0, groups, divisor(groups)};
 }
 
-// The dense GEMMs of a layer, in their order. u, attention's gates, by itself: nobody waits for it before attention ends,
-// and the sums of q, k and v have time to arrive.
+// The dense GEMMs of a layer, in their order. u, attention's gates, by itself: nobody waits for it before attention
+// ends, and the sums of q, k and v have time to arrive.
 enum class Gemm : uint32_t { kQkv, kGates, kOutput, kPreExpert, kPostExpert };
 constexpr int kDenseGemms = 5;
 

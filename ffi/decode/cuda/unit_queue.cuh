@@ -19,7 +19,8 @@ class UnitQueue {
 
   // By one thread, before the block's first __syncthreads.
   __device__ void init() const {
-    for (int i = 0; i < kUnits; ++i) ptx::mbarrier_init(&s_.full[i], kThreads), ptx::mbarrier_init(&s_.empty[i], 32 * kFinishers);
+    for (int i = 0; i < kUnits; ++i)
+      ptx::mbarrier_init(&s_.full[i], kThreads), ptx::mbarrier_init(&s_.empty[i], 32 * kFinishers);
     ptx::mbarrier_init(&s_.begun, kThreads);
     ptx::mbarrier_init(&s_.ended, 32 * kFinishers);
     ptx::mbarrier_init(&s_.dense_begun, kThreads);
