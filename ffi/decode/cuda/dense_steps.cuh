@@ -84,7 +84,6 @@ class DenseSteps : public OperandSteps {
 
   __device__ void multiply(int i0) {
     const auto index = static_cast<uint32_t>(s_.gemm);
-    if (s_.gemm == Gemm::kPreExpert) ptx::wait_all_copies();
     dense_pass(s_.jobs.dense[index], s_.jobs.tasks[index], [&] {
       run_phase<&DenseSteps::warp_tasks>(i0);
       if (s_.gemm == Gemm::kPreExpert) run_phase<&DenseSteps::router_dots>(i0);

@@ -22,6 +22,7 @@ class OperandSteps : public DenseBase {
       fence_rank();
       s_.scale[i] = rms_factor(sum, hidden(), p_.eps);
     }
+    ptx::wait_all_copies();  // of the router's rows, also where the block leaves
     if (!all_alive()) return false;
     const int first_column = s_.jobs.dense[index].segment(s_.jobs.tasks[index]) * length;
     const Walk walk(count, length / 4);
