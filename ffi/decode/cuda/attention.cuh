@@ -7,8 +7,7 @@
 // a key (8 bytes).
 #pragma once
 
-#include "ffi/decode/cuda/attention_schedule.cuh"
-#include "ffi/decode/cuda/ring.cuh"
+#include "ffi/decode/cuda/step.cuh"
 #include "ffi/device/ptx.cuh"
 #include "ffi/numerics/elementary.h"
 
@@ -163,10 +162,7 @@ __device__ __forceinline__ void score_rows(const AttentionUnit& u, const DeviceR
         const int at = own + 8 * n + e % 2, seen = position[e / 2];
         if (at > seen || at <= seen - u.kind.window) p[e] = 0.0f;
       }
-      const auto pair = [](float low, float high) {
-        return static_cast<uint32_t>(to_bf16(low)) | static_cast<uint32_t>(to_bf16(high)) << 16;
-      };
-      out[n] = {pair(p[0], p[1]), pair(p[2], p[3])};
+      out[n] = {pack(to_bf16(p[0]), to_bf16(p[1])), pack(to_bf16(p[2]), to_bf16(p[3]))};
     }
   }
 }

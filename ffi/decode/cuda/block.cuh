@@ -14,8 +14,8 @@ constexpr int kWarps = 8, kThreads = 32 * kWarps;  // that compute
 constexpr int kProducer = kWarps, kFirstFinisher = kWarps + 1, kFinishers = 3;
 constexpr int kLaunchThreads = 32 * (kFirstFinisher + kFinishers);
 
-// Tasks of a dense GEMM that a block has under way, one for each warp that computes or finishes experts' units. A block
-// of 132 has nine of q, k, v and u; after the others the ninth would take as long as these.
+// Tasks of a dense GEMM that a block has under way, one for each warp that computes or finishes experts' units. Of
+// 132 blocks only the head's GEMM has more than eight a block; a rank of fewer blocks has more of every GEMM.
 constexpr int kTasksAtOnce = kWarps + kFinishers;
 
 // threadIdx.x, read anew in every phase. The compiler would otherwise derive dozens of numbers from it once and keep

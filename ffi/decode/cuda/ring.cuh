@@ -45,7 +45,8 @@ class Ring {
     return s_.slots[slot];
   }
   // Likewise by a warp whose next chunks are c, c + stride and so on, `count` of them: as soon as c is there, how many
-  // in a row are, so that it need not look at every one. slot(c) is where one of them lies.
+  // in a row are, so that it need not look at every one. slot(c) is where one of them lies. A lane looks at each,
+  // sixteen at most: some lane has to see none, or the count would have no end.
   __device__ __forceinline__ int wait_run(uint32_t c, uint32_t stride, int count, int lane) const {
     const uint32_t own = c + lane * stride;
     while (true) {
