@@ -5,9 +5,9 @@
 
 Needs a build with stamps, as timeline.py does, and runs its cases likewise: one rank of eight, its peers played by
 itself. A phase's time is what passes in the mean block from its operand's arrival to its last result, inside the
-running step (experts of NVFP4 with quantised activations wait for their tokens within it); its share is its bytes at the
-reading ceiling of the same run over that time. A phase's first weights (up
-to 19.5 MB over all blocks) may lie in the ring before it begins. Everything else in a layer is a stop: waiting for
+running step (experts of NVFP4 with quantised activations wait for their tokens within it); its share is its bytes
+at the reading ceiling of the same run over that time. A phase's first weights (up to 19.5 MB over all blocks) may
+lie in the ring before it begins. Everything else in a layer is a stop: waiting for
 other blocks, exchanges, making operands, phases that read no weights.
 """
 
