@@ -105,24 +105,23 @@ class Step : public ExpertSteps {
 
 // A layer's norms, gates and router rows are read directly, by few blocks and with nothing to hide their latency: every
 // block brings its part into L2.
-__device__ __noinline__ void prefetch_small(const StepArgs& a, const Place& place, int l) {
+__device__ __forceinline__ void prefetch_small(const StepArgs& a, const Place& place, int l) {
   const Plan& p = a.plan;
-  const int h = static_cast<int>(p.hidden), m = static_cast<int>(p.moe_hidden);
+  const int h = static_cast<int>(p.hidden), m = static_cast<int>(p.moe_hidden),
+            of_router = 4 * h * static_cast<int>(p.experts_rank());
   constexpr int kPiece = 2048;
 #pragma unroll 1
   for (int which = 0; which < 4; ++which) {
-    const void* data = which == 0   ? static_cast<const void*>(a.rank[place.rank].router + p.router(l))
-                       : which == 1 ? static_cast<const void*>(a.shared.gates + 4 * l * h)
-                       : which == 2 ? a.shared.hidden_gains + 3 * l * h
-                                    : a.shared.moe_gains + 2 * l * m;
-    const int bytes = which == 0   ? 4 * h * static_cast<int>(p.experts_rank())
-                      : which == 1 ? 16 * h
-                      : which == 2 ? 6 * h
-                                   : 4 * m;
-    const Range pieces = part(bytes / kPiece, place.index, place.size);
-    Producer::prefetch(
-        pieces.end - pieces.begin,
-        [&](int i) { return static_cast<const unsigned char*>(data) + (pieces.begin + i) * kPiece; }, kPiece);
+    const void* data = which == 0   ? static_cast<const void*>(a.rank[place.rank].router)
+                       : which == 1 ? static_cast<const void*>(a.shared.gates)
+                       : which == 2 ? a.shared.hidden_gains
+                                    : a.shared.moe_gains;
+    const int bytes = which == 0 ? of_router : which == 1 ? 16 * h : which == 2 ? 6 * h : 4 * m;
+    const unsigned char* from = static_cast<const unsigned char*>(data) + int64_t{l} * bytes;
+    // The blocks take turns: equal shares would be two divisions.
+#pragma unroll 1
+    for (int at = place.index + threadIdx.x % 32 * place.size; at < bytes / kPiece; at += 32 * place.size)
+      ptx::bulk_prefetch_l2(from + at * kPiece, kPiece);
   }
 }
 
@@ -130,24 +129,28 @@ __device__ __noinline__ void prefetch_small(const StepArgs& a, const Place& plac
 __device__ __noinline__ void stream_weights(BlockShared& s) {
   const Plan& p = s.args.plan;
   Producer producer(s);
-  const int passes = (s.rows.count + kPassRows - 1) / kPassRows, begin = static_cast<int>(p.layer_begin);
+  const int passes = (s.rows.count + kPassRows - 1) / kPassRows, begin = static_cast<int>(p.layer_begin),
+            end = static_cast<int>(p.layer_end);
 #pragma unroll 1
-  for (int l = begin; l < p.layer_end; ++l) {
-    prefetch_small(s.args, s.place, l);
-    const LayerKind kind = p.kind[l];
-#pragma unroll 1  // one copy of the code for the dense GEMMs, one for two of the experts
-    for (int stage = 0; stage < kStages; ++stage) {
+  for (int l = begin; l < end + (s.args.head.token != nullptr); ++l) {
+    const bool head = l == end;
+    if (!head) prefetch_small(s.args, s.place, l);
+#pragma unroll 1  // one copy of the code
+    for (int stage = head ? kStages - 1 : 0; stage < kStages; ++stage) {
       if (stage == kExpertStage && !producer.wait_experts_known(static_cast<uint32_t>(l - begin))) return;
       const bool second = stage == kExpertStage + 1;
-      const int dense = min(stage, kDenseGemms - 1);
-      const bool staying = stage == kExpertStage || second
-                               ? producer.experts(s.jobs.experts[kind.nvfp4][second], s.expert_units[second],
-                                                  kind.experts * static_cast<int>(p.experts))
-                               : producer.dense(s.jobs.dense[dense], s.jobs.tasks[dense], l, passes);
-      if (!staying) return;
+      Producer::Reading what;
+      if (stage == kExpertStage || second) {
+        const LayerKind kind = p.kind[l];
+        what = Producer::of_experts(s.jobs.experts[kind.nvfp4][second], s.expert_units[second],
+                                    kind.experts * static_cast<int>(p.experts));
+      } else {
+        const int dense = head ? kHeadJob : min(stage, kDenseGemms - 1);
+        what = Producer::of_dense(s.jobs.dense[dense], s.jobs.tasks[dense], head ? 0 : l, passes);
+      }
+      if (!producer.stream(what)) return;
     }
   }
-  if (s.args.head.token) producer.dense(s.jobs.dense[kHeadJob], s.jobs.tasks[kHeadJob], 0, passes);
 }
 
 __global__ void __launch_bounds__(kLaunchThreads, 1) decode_layers(const __grid_constant__ StepArgs args) {

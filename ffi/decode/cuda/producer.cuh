@@ -20,72 +20,98 @@ class Producer {
     policy_ = ptx::evict_first_policy();
   }
 
-  // Each is called by the whole warp and returns false when the block is leaving.
-  __device__ bool dense(const DenseJob& job, Range range, int layer, int passes) {
-    const uint32_t tasks = range.end - range.begin, chunks = job.chunks(), in_pass = tasks * chunks;
-    return stream(in_pass * passes, [&](uint32_t k) {
-      // Rounds of so many tasks, chunk by chunk.
-      const uint32_t at = k % in_pass, round = at / (kTasksAtOnce * chunks) * kTasksAtOnce,
-                     at_once = min(uint32_t{kTasksAtOnce}, tasks - round);
-      const uint32_t rest = at - round * chunks, c = rest / at_once;
-      const int task = range.begin + round + rest - c * at_once, segment = job.by_groups.quotient(task);
-      return Piece{reinterpret_cast<const unsigned char*>(job.chunk(layer, task - segment * job.groups, segment, c)),
-                   job.chunk_tiles(c) * static_cast<uint32_t>(kTile) * 2};
-    });
-  }
-
-  // The experts in use, as group_pairs left them; `first`: the number of the layer's first expert.
-  __device__ bool experts(const ExpertJob& job, Range range, int first) {
-    const uint32_t in_round = kSegments * job.unit_groups, in_unit = in_round * job.chunks;
-    return stream((range.end - range.begin) * in_unit, [&](uint32_t k) {
-      const uint32_t own = k / in_unit, rest = k - own * in_unit, c = rest / in_round;
-      const int unit = range.begin + own, slice = job.by_groups.quotient(unit);
-      return Piece{job.unit(first + s_.expert[slice], unit - slice * job.groups) + c * job.chunk_bytes +
-                       (rest - c * in_round) * job.segment_bytes,
-                   static_cast<uint32_t>(job.bytes(c))};
-    });
-  }
-
-  // n pieces of `bytes` at from(i) into L2.
-  template <typename From>
-  static __device__ __forceinline__ void prefetch(int32_t n, From from, uint32_t bytes) {
-#pragma unroll 1
-    for (int32_t i = threadIdx.x % 32; i < n; i += 32) ptx::bulk_prefetch_l2(from(i), bytes);
-  }
-
-  __device__ bool wait_experts_known(uint32_t layer) const { return ring_.wait_experts_known(layer); }
-
- private:
-  struct Piece {
-    const unsigned char* data;
-    uint32_t bytes;
+  // What a block reads of a GEMM. Task t of the block lies `stride` bytes behind the one before it; of the experts',
+  // whose tasks are the segments of units' row groups, only those of a unit do.
+  struct Reading {
+    const unsigned char* from;
+    uint32_t stride, length, chunk_bytes;  // of a task; of a chunk, at most
+    uint32_t chunks, tasks, at_once, passes;
+    const ExpertJob* job;  // of the experts, or null
+    int unit, expert;      // the block's first unit, the layer's first expert
   };
 
-  // The next `count` chunks; piece(k) is where the k-th of them lies.
-  template <typename PieceOf>
-  __device__ __forceinline__ bool stream(uint32_t count, PieceOf piece) {
+  // The tasks are of one segment.
+  static __device__ __forceinline__ Reading of_dense(const DenseJob& job, Range range, int layer, int passes) {
+    const int segment = job.segment(range);
+    const uint32_t length = job.blocks * static_cast<uint32_t>(kTile) * 2;
+    return {reinterpret_cast<const unsigned char*>(job.chunk(layer, range.begin - segment * job.groups, segment, 0)),
+            length * job.segments,
+            length,
+            kSlotTiles * kTile * 2,
+            static_cast<uint32_t>(job.chunks()),
+            static_cast<uint32_t>(range.end - range.begin),
+            kTasksAtOnce,
+            static_cast<uint32_t>(passes),
+            nullptr,
+            0,
+            0};
+  }
+
+  // `first`: the number of the layer's first expert. Those in use are as group_pairs left them.
+  static __device__ __forceinline__ Reading of_experts(const ExpertJob& job, Range range, int first) {
+    const uint32_t of_unit = kSegments * job.unit_groups, bytes = job.segment_bytes;
+    return {job.weights,
+            bytes,
+            bytes,
+            static_cast<uint32_t>(job.chunk_bytes),
+            static_cast<uint32_t>(job.chunks),
+            (range.end - range.begin) * of_unit,
+            of_unit,
+            1,
+            &job,
+            range.begin,
+            first};
+  }
+
+  // Called by the whole warp; false: the block is leaving.
+  __device__ bool dense(const DenseJob& job, Range range, int layer, int passes) {
+    return stream(of_dense(job, range, layer, passes));
+  }
+  // Long code: one call for all GEMMs.
+  __device__ __forceinline__ bool stream(const Reading& what) {
     static_assert(kSlots == 32, "a lane per slot");
+    const uint32_t count = what.tasks * what.chunks * what.passes;
     uint32_t k = (lane_ - chunk_) % kSlots;
-    Piece next{};
+    // Chunk k is the `rest`-th of its round: `at_once` tasks, or as many as there still are, chunk by chunk. A lane
+    // keeps its place, because to find it anew takes divisions.
+    uint32_t rest = k, round = 0;
+    Divisor by_tasks{};  // of the round; none yet
+    const unsigned char* data = nullptr;
+    uint32_t bytes = 0;
     bool known = false;
 #pragma unroll 1
     while (true) {
-      if (k < count && !known) next = piece(k), known = true;  // before its slot is free
-      if (!__any_sync(~0u, known)) break;
+      if (k < count && !known) {  // before its slot is free
+#pragma unroll 1
+        while (rest >= by_tasks.value * what.chunks) {
+          rest -= by_tasks.value * what.chunks;
+          round += by_tasks.value;
+          if (round == what.tasks) round = 0;
+          const uint32_t tasks = min(what.at_once, what.tasks - round);
+          if (static_cast<int32_t>(tasks) != by_tasks.value)
+            by_tasks = {static_cast<int32_t>(tasks), 0xFFFFFFFFu / tasks + 1};
+        }
+        const uint32_t c = by_tasks.quotient(rest), task = rest - c * by_tasks.value;
+        data = what.from + uint64_t{first_task(what, round) + task} * what.stride + c * what.chunk_bytes;
+        bytes = min(what.chunk_bytes, what.length - c * what.chunk_bytes);
+        known = true;
+      }
+      const uint32_t next = __reduce_min_sync(~0u, known ? k : ~0u);
+      if (next == ~0u) break;
       if (flying_ && ring_.has_landed(last_)) flying_ = false;
       const int room = (ring_.streaming() ? kCopiesInGemm : kCopiesBetween) - __popc(__ballot_sync(~0u, flying_));
       // The free slots' lanes, counted from the one whose chunk is needed first.
       const bool free = known && ring_.is_free(chunk_ + k);
-      const uint32_t lanes = __ballot_sync(~0u, free),
-                     first = (chunk_ + __reduce_min_sync(~0u, known ? k : ~0u)) % kSlots;
+      const uint32_t lanes = __ballot_sync(~0u, free), first = (chunk_ + next) % kSlots;
       const uint32_t before =
           (lanes >> first | lanes << (kSlots - first) % kSlots) & ((1u << ((lane_ - first) % kSlots)) - 1);
       const bool ready = free && __popc(before) < room;
       if (ready) {
         last_ = chunk_ + k;
-        ring_.fetch(last_, next.data, next.bytes, policy_);
+        ring_.fetch(last_, data, bytes, policy_);
         flying_ = true;
         k += kSlots;
+        rest += kSlots;
         known = false;
       }
       if (__any_sync(~0u, ready)) continue;
@@ -94,6 +120,18 @@ class Producer {
     }
     chunk_ += count;
     return true;
+  }
+
+  __device__ bool wait_experts_known(uint32_t layer) const { return ring_.wait_experts_known(layer); }
+
+ private:
+  // Where the tasks of a round begin, in tasks from the start of the weights.
+  __device__ __forceinline__ uint32_t first_task(const Reading& what, uint32_t round) const {
+    if (!what.job) return round;
+    const ExpertJob& job = *what.job;
+    const int unit = what.unit + static_cast<int>(round / kSegments >> (job.unit_groups - 1)),
+              slice = job.by_groups.quotient(unit);
+    return ((what.expert + s_.expert[slice] - slice) * job.groups + unit) * what.at_once;
   }
 
   BlockShared& s_;
