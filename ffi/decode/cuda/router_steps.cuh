@@ -66,7 +66,7 @@ class RouterSteps : public AttentionSteps {
     RouterRegion& sh = *region<RouterRegion>();
 #pragma unroll 1
     for (int e = thread_index(); e < experts; e += kThreads) {
-      const int source = e / own;
+      const int source = static_cast<uint32_t>(e) / static_cast<uint32_t>(own);
       const float bias = __ldg(a_.shared.router_bias + l * experts + e);
       const uint64_t* first =
           slots_from(source, w_.logits, kMaxRows * own * kSegments) + (i * own + e - source * own) * kSegments;
@@ -98,28 +98,31 @@ class RouterSteps : public AttentionSteps {
     for (int c = 2 * thread_index(); c < half; c += 2 * kThreads)
       wait_pairs(place_, Phase::kRouter, slots_from(0, w_.pooled, kMaxRows * half) + i * half + c, kMaxRows * half,
                  kRanks, -1, region<uint32_t>() + 2 * c, 2 * half, 2);
-    // What the thread itself has brought.
-    float2* row = region<float2>();
-    const uint32_t* two = region<uint32_t>();
+    // What the thread itself has brought, two pairs at once.
 #pragma unroll 1
-    for (int c = 2 * thread_index(); c < half; c += 2 * kThreads)
+    for (int c = 2 * thread_index(); c < half; c += 2 * kThreads) {
 #pragma unroll 4
-      for (int at = c; at < kRanks * half; at += half)
-#pragma unroll
-        for (int e = at; e < at + 2; ++e) row[e] = {low_bf16(two[2 * e]), high_bf16(two[2 * e])};
+      for (int r = 0; r < kRanks; ++r) {
+        float4* four = reinterpret_cast<float4*>(region<float2>() + r * half + c);
+        const uint4 two = *reinterpret_cast<const uint4*>(four);
+        *four = {low_bf16(two.x), high_bf16(two.x), low_bf16(two.z), high_bf16(two.z)};
+      }
+    }
   }
 
   // Four threads per 16-block, four numbers each, those of their words: as codes and their scale, or as they are.
   __device__ __forceinline__ void write_operand(int unit) {
     const float r = rms_factor(block_sumsq(moe_hidden(), region<float>(), s_.partial), moe_hidden(), p_.eps);
     const int l = layer();
-    const Range blocks = part(moe_hidden() / 16, unit % kOperandParts, kOperandParts);
+    const int words = segment_words(), in_segment = words / static_cast<int>(kPieceWords), blocks = 2 * in_segment;
+    static_assert(kSegments == 2 * kOperandParts, "a part is two segments");
     const uint32_t* gains = reinterpret_cast<const uint32_t*>(global(a_.shared.moe_gains) + 2 * l * moe_hidden());
 #pragma unroll 1
-    for (int first = blocks.begin; first < blocks.end; first += kThreads / 4) {
+    for (int first = 0; first < blocks; first += kThreads / 4) {
       const int at = first + thread_index() / 4, t = thread_index() % 4,
-                b = min(at, blocks.end - 1);  // a warp stays together
-      uint32_t x[2];                          // numbers 2 t and 2 t + 1, 2 t + 8 and 2 t + 9
+                of_part = min(at, blocks - 1),  // a warp stays together
+          b = unit % kOperandParts * blocks + of_part;
+      uint32_t x[2];  // numbers 2 t and 2 t + 1, 2 t + 8 and 2 t + 9
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
         const float2 v = region<float2>()[8 * b + 4 * h + t];
@@ -128,10 +131,10 @@ class RouterSteps : public AttentionSteps {
       }
       const bool quantized = p_.kind[l].nvfp4 && p_.quantize_activations;
       if (quantized) x[0] = quantize_quarter(x, a_.shared.input_scales[2 * l]);
-      if (at >= blocks.end) continue;
-      const int words = segment_words(), in_segment = words / static_cast<int>(kPieceWords), segment = b / in_segment,
-                own = b - segment * in_segment;
-      uint64_t* out = mine<uint64_t>(w_.x) + (unit / kOperandParts * kSegments + segment) * words + 2 * t;
+      if (at >= blocks) continue;
+      const bool second = at >= in_segment;
+      const int own = at - second * in_segment;
+      uint64_t* out = mine<uint64_t>(w_.x) + (2 * unit + second) * words + 2 * t;
       if (quantized)
         store_slot(out + own / 2 * static_cast<int>(kPieceWords) + own % 2, x[0], place_.epoch);
       else
@@ -142,23 +145,23 @@ class RouterSteps : public AttentionSteps {
 
   // The word of four threads' sixteen numbers that is the caller's: its codes and the block's scale.
   __device__ __forceinline__ static uint32_t quantize_quarter(const uint32_t (&x)[2], float input_scale) {
-    const auto number = [&](int e) { return e % 2 ? high_bf16(x[e / 2]) : low_bf16(x[e / 2]); };
-    float amax = 0.0f;
-    bool finite = true;
+    // Of magnitudes as unsigned numbers the largest is not finite where one is not.
+    uint32_t amax = 0;
 #pragma unroll
-    for (int e = 0; e < 4; ++e) {
-      amax = fmaxf(amax, abs32(number(e)));
-      finite = finite && bf16_finite(static_cast<uint16_t>(x[e / 2] >> (16 * (e % 2))));
-    }
+    for (int h = 0; h < 2; ++h) amax = max(amax, max(x[h] << 16 & 0x7FFF0000u, x[h] & 0x7FFF0000u));
 #pragma unroll
-    for (int step = 1; step < 4; step *= 2) amax = fmaxf(amax, __shfl_xor_sync(~0u, amax, step));
-    const uint32_t infinite = __ballot_sync(~0u, !finite);
-    const uint8_t sf = block_scale(amax, (infinite >> (thread_index() % 32 & ~3) & 0xFu) == 0, input_scale);
-    const bool zero = sf == 0 || sf == kNan8;
-    const float divisor = from_e4m3(sf) * input_scale;
+    for (int step = 1; step < 4; step *= 2) amax = max(amax, __shfl_xor_sync(~0u, amax, step));
+    const uint8_t sf = block_scale(bit_cast<float>(amax), amax < 0x7F800000u, input_scale);
     uint32_t word = scale_bits(sf);
-#pragma unroll
-    for (int e = 0; e < 4; ++e) word |= zero ? 0u : code_bits(code_of(number(e), divisor), e % 2 + 8 * (e / 2));
+    if (sf == 0 || sf == kNan8) return word;  // and all codes zero
+    const float divisor = from_e4m3(sf) * input_scale;
+    uint32_t now = x[0], next = x[1];
+#pragma unroll 1  // one copy of the code; what is left of both words moves down
+    for (int e = 0; e < 4; ++e) {
+      word |= code_bits(code_of(low_bf16(now), divisor), e % 2 + 8 * (e / 2));
+      now = now >> 16 | next << 16;
+      next >>= 16;
+    }
     return word;
   }
 
@@ -169,30 +172,32 @@ class RouterSteps : public AttentionSteps {
   }
 
   // How many of the keys [begin, end) are ahead of the one at `at`: the larger ones, and before it those that are
-  // equal, which a comparison with the next lower number says (the lowest is NaN's, 1). Ranges of whole quads.
-  __device__ static int count_ahead(const uint32_t* keys, int begin, int end, int at) {
+  // equal, which a comparison with the next lower number says (the lowest is NaN's, 1). Ranges of whole quads; up to
+  // three of them behind the range are read too.
+  __device__ static __noinline__ int count_ahead(const uint32_t* keys, int begin, int end, int at) {
     const uint32_t own = keys[at];
+    const int group = at & ~3;
     int ahead = 0;
-    const auto count = [&](int from, int to, uint32_t limit) {
-#pragma unroll 4
-      for (int o = from; o < to; o += 4) {
+#pragma unroll
+    for (int e = 0; e < 3; ++e) ahead += group + e < at && keys[group + e] == own;
+#pragma unroll 1
+    for (int first = begin; first < end; first += 16) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        const int o = first + 4 * e;
         const uint4 four = *reinterpret_cast<const uint4*>(keys + o);
+        const uint32_t limit = o >= end ? ~0u : own - (o < group);
         ahead += ((four.x > limit) + (four.y > limit)) + ((four.z > limit) + (four.w > limit));
       }
-    };
-    const int group = at & ~3;
-    count(begin, group, own - 1);
-#pragma unroll
-    for (int e = 0; e < 4; ++e) ahead += keys[group + e] > own - (group + e < at);
-    count(group + 4, end, own);
+    }
     return ahead;
   }
 
   // The K largest keys in descending order, ties to the lowest id: first each warp's in its share, then those of all.
   __device__ void rank_experts(RouterRegion& sh, int experts) const {
     const int warp = thread_index() / 32, lane = thread_index() % 32, k_count = top_k();
-    const int share = (experts + 4 * kWarps - 1) / (4 * kWarps) * 4, begin = min(warp * share, experts),
-              end = min(begin + share, experts);
+    const int share = static_cast<int>((experts + 4u * kWarps - 1) / (4 * kWarps) * 4),
+              begin = min(warp * share, experts), end = min(begin + share, experts);
     if (lane < k_count && begin + lane >= end) sh.best_key[warp * k_count + lane] = 0;  // fewer than K
 #pragma unroll 1
     for (int e = begin + lane; e < end; e += 32) {
@@ -208,27 +213,38 @@ class RouterSteps : public AttentionSteps {
 
   // By one warp: the chosen experts' weights.
   __device__ void weigh(int l, int i, RouterRegion& sh) const {
-    const int lane = thread_index() % 32;
-    const int own = lane < top_k() ? sh.chosen[lane] : 0;
+    const int lane = thread_index() % 32, k_count = top_k();
+    const bool counts = lane < k_count;
+    // Whole quads: behind the chosen ones some that are behind all others and weigh nothing.
+    if (!counts && lane < kMaxTopK) sh.chosen[lane] = INT32_MAX, sh.ordered[lane] = 0.0f;
+    __syncwarp();
+    const int own = sh.chosen[counts ? lane : 0];
     const float probability = sh.probability[own];
-    if (lane < top_k()) {  // ascending expert id
+    if (counts) {  // ascending expert id
       int at = 0;
-#pragma unroll 4
-      for (int k = 0; k < top_k(); ++k) at += sh.chosen[k] < own;
+#pragma unroll 1
+      for (int k = 0; k < k_count; k += 4) {
+        const int4 four = *reinterpret_cast<const int4*>(sh.chosen + k);
+        at += ((four.x < own) + (four.y < own)) + ((four.z < own) + (four.w < own));
+      }
       sh.ordered[at] = probability;
     }
     __syncwarp();
     float sum = 0.0f;
-#pragma unroll 4
-    for (int k = 0; k < top_k(); ++k) sum = sum + sh.ordered[k];
-    if (lane < top_k()) {
+#pragma unroll 1
+    for (int k = 0; k < k_count; k += 4) {
+      const float4 four = *reinterpret_cast<const float4*>(sh.ordered + k);
+      sum = (((sum + four.x) + four.y) + four.z) + four.w;
+    }
+    if (counts) {
       const float weight = canonical(probability / (sum + 1e-15f) * p_.routed_scaling);
-      const int at = i * top_k() + lane;
-      store_slot(mine<uint64_t>(w_.router_experts) + at, static_cast<uint32_t>(sh.chosen[lane]), place_.epoch);
+      const int at = i * k_count + lane;
+      store_slot(mine<uint64_t>(w_.router_experts) + at, static_cast<uint32_t>(own), place_.epoch);
       store_slot(mine<uint64_t>(w_.router_weights) + at, bit_cast<uint32_t>(weight), place_.epoch);
       if (a_.results.tap_residuals && me() == a_.local[0]) {
-        const int64_t tap = ((l - p_.layer_begin) * p_.rows + s_.rows.row[i]) * top_k() + lane;
-        a_.results.tap_experts[tap] = sh.chosen[lane];
+        const int tap =
+            ((l - static_cast<int>(p_.layer_begin)) * static_cast<int>(p_.rows) + s_.rows.row[i]) * k_count + lane;
+        a_.results.tap_experts[tap] = own;
         a_.results.tap_weights[tap] = weight;
       }
     }
