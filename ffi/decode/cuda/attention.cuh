@@ -21,13 +21,14 @@ static_assert(kChunkBlocks == kWarps && kHeadTiles == kWarps,
               "a warp per 16-block, then a warp per two tiles and half");
 
 struct AttentionUnit {
-  const AttentionSchedule& schedule;  // what all units share is read anew, not kept in registers
-  const LayerUnits& kind;
-  const uint8_t* member;  // the rows
-  int rows;
-  int begin, end;         // chunks
-  int first;              // position that the rows may see: only from there on is loaded
   const uint16_t *k, *v;  // this sequence's and head's cache: [slots, 64]
+  uint64_t* sums;    // where its first sums go: slots, of each row [heads][64] numerators, then [heads] denominators
+  int stride;        // from row to row
+  int member, rows;  // the first in AttentionSchedule::member
+  int begin, end;    // chunks
+  int first;         // position that the rows may see: only from there on is loaded
+  int head;
+  bool own;  // of one row, with positions in flight
 };
 
 // What the warps pass to each other; A operands lane by lane.
@@ -37,6 +38,7 @@ struct AttentionShared {
   // Of even and odd chunks; a position's pieces of 16 bytes permuted. A unit of one chunk has its keys in the other's
   // place.
   uint16_t value[2][kChunk][kHeadDim];
+  AttentionUnit unit[kWarps];  // each warp's own copy, so that none need wait for another
 };
 
 // A warp's share of the sums: of query head g of each two rows 2 x 2 numerators; the denominators of one operand.
@@ -63,16 +65,15 @@ struct KeyBlock {
 
 // The slot of position `start` + lane % 16, which is committed. A position that no row of the unit sees borrows the
 // slot of the first that some row sees, whose V is finite, and counts for nothing because its p is +0.
-__device__ __forceinline__ int block_slot(const AttentionUnit& u, int start) {
-  const int seen = max(start + lane_index() % 16, u.first);
-  return u.kind.ring ? seen % u.kind.ring : seen;
+__device__ __forceinline__ int block_slot(const CacheSlots& slots, int first, int start) {
+  return slots.of(max(start + lane_index() % 16, first));
 }
 
-__device__ __forceinline__ void load_keys(const AttentionUnit& u, int slot, KeyBlock& keys) {
+__device__ __forceinline__ void load_keys(const uint16_t* k, int slot, KeyBlock& keys) {
   const int lane = lane_index(), g = lane / 4, t = lane % 4;
 #pragma unroll
   for (int n = 0; n < 2; ++n) {
-    const uint16_t* key = u.k + __shfl_sync(~0u, slot, 8 * n + g) * kHeadDim + 4 * t;
+    const uint16_t* key = k + __shfl_sync(~0u, slot, 8 * n + g) * kHeadDim + 4 * t;
 #pragma unroll
     for (int b = 0; b < 4; ++b) keys.key[n][b] = load_four(key + 16 * b);
   }
@@ -80,22 +81,23 @@ __device__ __forceinline__ void load_keys(const AttentionUnit& u, int slot, KeyB
 
 // Those of a chunk that lie in shared memory, a position's pieces permuted as those of values.
 __device__ __forceinline__ void load_keys(const uint16_t (&from)[kChunk][kHeadDim], KeyBlock& keys) {
-  const int warp = warp_index(), lane = lane_index(), g = lane / 4, t = lane % 4;
+  const int warp = warp_index(), lane = lane_index(), g = lane / 4, t = lane % 4, at = 8 * (t / 2 ^ g) + t % 2 * 4;
 #pragma unroll
-  for (int n = 0; n < 2; ++n)
+  for (int b = 0; b < 4; ++b)
 #pragma unroll
-    for (int b = 0; b < 4; ++b)
-      keys.key[n][b] =
-          *reinterpret_cast<const uint2*>(from[16 * warp + 8 * n + g] + 8 * ((2 * b + t / 2) ^ g) + t % 2 * 4);
+    for (int n = 0; n < 2; ++n)
+      keys.key[n][b] = *reinterpret_cast<const uint2*>(from[16 * warp + g] + (at ^ 16 * b) + 8 * n * kHeadDim);
 }
 
-// Starts to bring a 16-block's values to shared memory and its keys near: there are no registers for keys that early.
-__device__ __forceinline__ void prefetch_block(const AttentionUnit& u, int start, int slot, AttentionShared& shared) {
+// Starts to bring the values of the warp's 16-block of a chunk to shared memory and its keys near: there are no
+// registers for keys that early. One piece of code.
+inline __device__ __noinline__ void prefetch_block(const uint16_t* k, const uint16_t* v, int chunk, int slot,
+                                                   AttentionShared& shared) {
   const int lane = lane_index();
-  ptx::prefetch_l2(u.k + slot * kHeadDim);
+  ptx::prefetch_l2(k + slot * kHeadDim);
   // Row lane / 8 + 4 i, piece lane % 8.
-  const uint16_t* value = u.v + 8 * (lane % 8);
-  const uint32_t row = ptx::shared_address(shared.value[start / kChunk % 2][start % kChunk + lane / 8]);
+  const uint16_t* value = v + 8 * (lane % 8);
+  const uint32_t row = ptx::shared_address(shared.value[chunk & 1][16 * warp_index() + lane / 8]);
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
     const int from = __shfl_sync(~0u, slot, 4 * i + lane / 8) * kHeadDim, piece = lane % 8 ^ lane / 8 ^ i % 2 * 4;
@@ -112,7 +114,7 @@ __device__ __forceinline__ uint4 value_operands(const AttentionShared& shared, i
   const int position = lane % 16, piece = 2 * tiles + lane / 16;
   uint32_t m[4];
   ptx::ldmatrix_x4_trans(m,
-                         ptx::shared_address(shared.value[chunk % 2][16 * b + position]) + 16 * (piece ^ position % 8));
+                         ptx::shared_address(shared.value[chunk & 1][16 * b + position]) + 16 * (piece ^ position % 8));
   return {m[0], m[1], m[2], m[3]};
 }
 
@@ -120,8 +122,9 @@ __device__ __forceinline__ uint4 value_operands(const AttentionShared& shared, i
 __device__ __noinline__ float rare_exp1(float x) { return exp1(x); }
 
 // The exponentials of a warp's 16-block at `start` for all rows, each masked by what the row sees.
-__device__ __forceinline__ void score_rows(const AttentionUnit& u, const DeviceRows& rows, int start,
-                                           const KeyBlock& keys, AttentionShared& shared) {
+__device__ __forceinline__ void score_rows(const AttentionSchedule& schedule, int window, const AttentionUnit& u,
+                                           const DeviceRows& rows, int start, const KeyBlock& keys,
+                                           AttentionShared& shared) {
   const int warp = warp_index(), lane = lane_index(), own = start + 2 * (lane % 4);
 #pragma unroll 1
   for (int tile = 0; 2 * tile < u.rows; ++tile) {
@@ -137,14 +140,15 @@ __device__ __forceinline__ void score_rows(const AttentionUnit& u, const DeviceR
     for (int n = 0; n < 2; ++n) {
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
-        score[n][e] = score[n][e] * u.schedule.scale;
-        usual = usual && abs32(score[n][e]) < kUsualExp;
+        score[n][e] = score[n][e] * schedule.scale;
+        usual = usual && fabsf(score[n][e]) < kUsualExp;
       }
     }
     usual = __all_sync(~0u, usual);
     int position[2];
 #pragma unroll
-    for (int r = 0; r < 2; ++r) position[r] = 2 * tile + r < u.rows ? rows.position[u.member[2 * tile + r]] : -1;
+    for (int r = 0; r < 2; ++r)
+      position[r] = 2 * tile + r < u.rows ? rows.position[schedule.member[u.member + 2 * tile + r]] : -1;
     uint2* out = reinterpret_cast<uint2*>(&shared.p[tile][warp][lane]);
 #pragma unroll 1  // one copy of the exponentials, out of a cold instruction cache: the halves change places
     for (int n = 0; n < 2; ++n) {
@@ -160,89 +164,100 @@ __device__ __forceinline__ void score_rows(const AttentionUnit& u, const DeviceR
       for (int e = 0; e < 4; ++e) {
         score[0][e] = score[1][e];
         const int at = own + 8 * n + e % 2, seen = position[e / 2];
-        if (at > seen || at <= seen - u.kind.window) p[e] = 0.0f;
+        if (at > seen || at <= seen - window) p[e] = 0.0f;
       }
       out[n] = {pack(to_bf16(p[0]), to_bf16(p[1])), pack(to_bf16(p[2]), to_bf16(p[3]))};
     }
   }
 }
 
-// Adds the sums of the chunk whose operands lie in `shared`.
+// Adds the sums of the chunk whose operands lie in `shared`. A warp has one tile or two. All warps add up denominators
+// as well, of the first or the second tile in turn, so that no step asks: store_part knows which count.
 __device__ __forceinline__ void add_chunk(int rows, int chunk, const AttentionShared& shared, AttentionSums& sums) {
   const int warp = warp_index(), lane = lane_index(), half = warp / 4, quarter = warp % 4;
+  static_assert(kWarpTiles == 2);
+  if (2 * half >= rows) return;
+  const bool both = 2 * (2 + half) < rows, second = quarter % 2 != 0;
   const uint2 ones{0x3F803F80u, 0x3F803F80u};
+  float numerator[kWarpTiles][2][4] = {}, denominator[4] = {};
+  // Operands of this block and of the next, which are on their way.
+  uint4 p[2] = {shared.p[half][0][lane]}, other{}, value[2] = {value_operands(shared, chunk, 0, quarter, lane)};
+  if (both) other = shared.p[2 + half][0][lane];
+#pragma unroll 1
+  for (int first = 0; first < kChunkBlocks; first += 2) {
 #pragma unroll
-  for (int i = 0; i < kWarpTiles; ++i) {
-    const int tile = 2 * i + half;
-    if (2 * tile >= rows) break;
-    float numerator[2][4] = {}, denominator[4] = {};
-    constexpr int kAhead = 1;  // blocks whose operands are on their way
-    uint4 p[kChunkBlocks], value[kChunkBlocks];
-#pragma unroll
-    for (int step = 0; step < kChunkBlocks + kAhead; ++step) {
-      if (step < kChunkBlocks) {
-        p[step] = shared.p[tile][step][lane];
-        value[step] = value_operands(shared, chunk, step, quarter, lane);
+    for (int e = 0; e < 2; ++e) {
+      const int next = (first + e + 1) % kChunkBlocks;
+      p[1 - e] = shared.p[half][next][lane];
+      value[1 - e] = value_operands(shared, chunk, next, quarter, lane);
+      const uint2 low{value[e].x, value[e].y}, high{value[e].z, value[e].w};
+      mma_bf16(numerator[0][0], p[e], low);
+      mma_bf16(numerator[0][1], p[e], high);
+      uint4 counted = p[e];
+      if (both) {
+        mma_bf16(numerator[1][0], other, low);
+        mma_bf16(numerator[1][1], other, high);
+        if (second) counted = other;
+        other = shared.p[2 + half][next][lane];
       }
-      const int b = step - kAhead;
-      if (b < 0) continue;
-      mma_bf16(numerator[0], p[b], uint2{value[b].x, value[b].y});
-      mma_bf16(numerator[1], p[b], uint2{value[b].z, value[b].w});
-      if (quarter == i) mma_bf16(denominator, p[b], ones);
+      mma_bf16(denominator, counted, ones);
     }
-#pragma unroll
-    for (int d = 0; d < 2; ++d) {
-#pragma unroll
-      for (int e = 0; e < 4; ++e) sums.numerator[i][d][e] = sums.numerator[i][d][e] + numerator[d][e];
-    }
-    if (quarter != i) continue;
-#pragma unroll
-    for (int e = 0; e < 4; ++e) sums.denominator[e] = sums.denominator[e] + denominator[e];
   }
+#pragma unroll
+  for (int i = 0; i < kWarpTiles; ++i)
+#pragma unroll
+    for (int d = 0; d < 2; ++d)
+#pragma unroll
+      for (int e = 0; e < 4; ++e) sums.numerator[i][d][e] = sums.numerator[i][d][e] + numerator[i][d][e];
+#pragma unroll
+  for (int e = 0; e < 4; ++e) sums.denominator[e] = sums.denominator[e] + denominator[e];
 }
 
-// Calls two(x, y, where) with pairs of numerators and one(x, where) with denominators: a thread's share of the sums,
-// which are slots at out[row * stride], of each row [heads][64] numerators, then [heads] denominators.
-template <typename Two, typename One>
-__device__ __forceinline__ void for_sums(const AttentionUnit& u, AttentionSums& sums, uint64_t* out, int stride,
-                                         Two two, One one) {
+// Stores the sums at `out`, `more`: with what this thread stored there earlier. They are zeros then.
+__device__ __forceinline__ void store_part(int group, const AttentionUnit& u, AttentionSums& sums, uint64_t* out,
+                                           uint32_t epoch, bool more) {
   const int warp = warp_index(), lane = lane_index(), half = warp / 4, quarter = warp % 4, g = lane / 4, t = lane % 4;
-  if (g >= u.schedule.group) return;
-#pragma unroll
+  const int numerators = g * kHeadDim + 16 * quarter + 2 * t, denominators = group * kHeadDim + g;
+  const auto word = [epoch](float x) { return slot_word(bit_cast<uint32_t>(x), epoch); };
+  const int rows = g < group ? u.rows : 0, stride = u.stride;
+#pragma unroll 1  // one copy of the code: the tiles change places
   for (int i = 0; i < kWarpTiles; ++i) {
+    const int row = 2 * (2 * i + half);
+    const bool counted = quarter == i && t == 0;  // denominators
+    uint64_t* first = out + row * stride;
+    auto& numerator = sums.numerator[0];
+    if (more) {
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        if (row + r >= rows) break;
+        uint64_t* of_row = first + r * stride;
+        uint64_t old[2][2];
+#pragma unroll
+        for (int d = 0; d < 2; ++d) ptx::load_relaxed_gpu_v2(of_row + numerators + 8 * d, old[d]);
+        if (counted)
+          sums.denominator[2 * r] = slot_number(ptx::load_relaxed_sys(of_row + denominators)) + sums.denominator[2 * r];
+#pragma unroll
+        for (int d = 0; d < 2; ++d)
+#pragma unroll
+          for (int e = 0; e < 2; ++e) numerator[d][2 * r + e] = slot_number(old[d][e]) + numerator[d][2 * r + e];
+      }
+    }
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      const int row = 2 * (2 * i + half) + r;
-      if (row >= u.rows) return;
-      uint64_t* of_row = out + row * stride;
-      uint64_t* at = of_row + g * kHeadDim + 16 * quarter + 2 * t;
+      if (row + r >= rows) break;
+      uint64_t* of_row = first + r * stride;
 #pragma unroll
-      for (int d = 0; d < 2; ++d) two(sums.numerator[i][d][2 * r], sums.numerator[i][d][2 * r + 1], at + 8 * d);
-      if (quarter == i && t == 0) one(sums.denominator[2 * r], of_row + u.schedule.group * kHeadDim + g);
+      for (int d = 0; d < 2; ++d)
+        ptx::store_relaxed_gpu_v2(of_row + numerators + 8 * d, word(numerator[d][2 * r]),
+                                  word(numerator[d][2 * r + 1]));
+      if (counted) store_slot(of_row + denominators, bit_cast<uint32_t>(sums.denominator[2 * r]), epoch);
     }
+#pragma unroll
+    for (int d = 0; d < 2; ++d)
+#pragma unroll
+      for (int e = 0; e < 4; ++e) numerator[d][e] = sums.numerator[1][d][e];
   }
-}
-
-__device__ __forceinline__ void store_chunk_sums(const AttentionUnit& u, AttentionSums& sums, uint64_t* out, int stride,
-                                                 uint32_t epoch) {
-  const auto word = [epoch](float x) { return slot_word(bit_cast<uint32_t>(x), epoch); };
-  for_sums(
-      u, sums, out, stride, [&](float x, float y, uint64_t* at) { ptx::store_relaxed_gpu_v2(at, word(x), word(y)); },
-      [&](float x, uint64_t* at) { store_slot(at, bit_cast<uint32_t>(x), epoch); });
-}
-
-// Before what is stored: adds what this thread stored there earlier.
-__device__ __forceinline__ void add_stored_sums(const AttentionUnit& u, AttentionSums& sums, uint64_t* out,
-                                                int stride) {
-  for_sums(
-      u, sums, out, stride,
-      [](float& x, float& y, uint64_t* at) {
-        uint64_t old[2];
-        ptx::load_relaxed_gpu_v2(at, old);
-        x = slot_number(old[0]) + x;
-        y = slot_number(old[1]) + y;
-      },
-      [](float& x, uint64_t* at) { x = slot_number(ptx::load_relaxed_sys(at)) + x; });
+  sums = {};
 }
 
 }  // namespace muse

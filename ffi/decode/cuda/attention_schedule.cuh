@@ -9,6 +9,7 @@
 #pragma once
 
 #include "ffi/decode/cuda/rows.cuh"
+#include "ffi/decode/cuda/schedule.h"
 #include "ffi/decode/workspace.h"
 
 namespace muse {
@@ -26,14 +27,22 @@ struct SequenceChunks {
   // Sums of the committed chunks that a row and head keeps.
   __device__ int shared_parts(int run) const {
     if (own == first || run < kStretchLog2) return own - first;
-    return run == kStretchLog2 ? runs(run) : (own / kStretch > first / kStretch) + (own % kStretch != 0);
+    return run == kStretchLog2
+               ? runs(run)
+               : (own >> kStretchLog2 > first >> kStretchLog2) + (static_cast<uint32_t>(own) % kStretch != 0);
   }
   __device__ int parts(int run) const { return shared_parts(run) + last - own + 1; }
-  // Whether part c ends a stretch.
-  __device__ bool ends(int run, int c) const {
-    const int shared = shared_parts(run);
-    return (run >= kStretchLog2 && c + 1 < shared) || (own + c + 1 - shared) % kStretch == 0;
+};
+
+// Which of a row's parts end a stretch.
+struct StretchEnds {
+  int whole, behind;  // the parts of whole stretches; chunks behind a part, of those that are chunks
+  __device__ StretchEnds(const SequenceChunks& c, int run) {
+    const int shared = c.shared_parts(run);
+    whole = run >= kStretchLog2 ? shared - 1 : 0;
+    behind = c.own + 1 - shared;
   }
+  __device__ bool after(int part) const { return part < whole || static_cast<uint32_t>(behind + part) % kStretch == 0; }
 };
 
 struct SequenceRows {
@@ -46,10 +55,23 @@ struct SequenceRows {
   }
 };
 
+// Which slot of a layer's cache a position has: in a sliding layer one of a ring's.
+struct CacheSlots {
+  int32_t ring;      // 0 in a full layer
+  uint32_t inverse;  // 2^32 / ring, rounded up
+  // The product's quotient is right or one too large.
+  __device__ int of(int position) const {
+    const uint64_t product = static_cast<uint64_t>(static_cast<uint32_t>(position)) * inverse;
+    const int rest = position - static_cast<int>(product >> 32) * ring;
+    return rest < 0 ? rest + ring : rest;
+  }
+};
+
 // Units and sums of the sequences before each, for the layers of one kind.
 struct LayerUnits {
-  int32_t run, group;    // log2 of a unit's chunks, aligned, and rows
-  int32_t window, ring;  // ring: slots of a sliding layer's cache, 0 in a full one
+  int32_t run, group;  // log2 of a unit's chunks, aligned, and rows
+  int32_t window;
+  CacheSlots slots;
   int32_t units;
   int32_t unit[kMaxRows], sum[kMaxRows];
 };
@@ -59,6 +81,7 @@ struct AttentionSchedule {
   uint8_t of[kMaxRows];      // a row's sequence
   int32_t sequences;
   int32_t kv_heads, group;  // of the rank, and query heads of each
+  Divisor by_heads;         // kv_heads
   float scale;              // of scores
   SequenceRows sequence[kMaxRows];
   LayerUnits kind[2];  // sliding, full
@@ -125,6 +148,7 @@ inline __device__ __noinline__ void schedule_attention(const Plan& plan, const D
   if (t == 0) {
     a.kv_heads = static_cast<int>(plan.kv_rank());
     a.group = static_cast<int>(plan.q_heads / plan.kv_heads);
+    a.by_heads = {a.kv_heads, 0xFFFFFFFFu / static_cast<uint32_t>(a.kv_heads) + 1};
     a.scale = plan.score_scale;
   }
   sync_block();
@@ -152,7 +176,8 @@ inline __device__ __noinline__ void schedule_attention(const Plan& plan, const D
       kind.run = run;
       kind.group = group;
       kind.window = window;
-      kind.ring = full ? 0 : static_cast<int>(plan.ring);
+      const auto ring = static_cast<uint32_t>(plan.ring);
+      kind.slots = {full ? 0 : static_cast<int>(ring), full ? 0u : 0xFFFFFFFFu / ring + 1};
       kind.units = units;
     }
   }

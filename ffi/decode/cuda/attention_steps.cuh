@@ -6,6 +6,31 @@
 
 namespace muse {
 
+// The data of four pairs of slots of the own rank, all loads in flight together.
+struct Four {
+  uint2 pair[4];
+};
+__device__ __forceinline__ Four wait_four(Place& place, uint32_t epoch, const uint64_t* s0, const uint64_t* s1,
+                                          const uint64_t* s2, const uint64_t* s3) {
+  Four data{};
+  const auto look = [&] {
+    uint64_t word[4][2];
+    ptx::load_relaxed_gpu_v2(s0, word[0]);
+    ptx::load_relaxed_gpu_v2(s1, word[1]);
+    ptx::load_relaxed_gpu_v2(s2, word[2]);
+    ptx::load_relaxed_gpu_v2(s3, word[3]);
+    bool stale = false;
+#pragma unroll
+    for (int e = 0; e < 4; ++e) {
+      data.pair[e] = {static_cast<uint32_t>(word[e][0]), static_cast<uint32_t>(word[e][1])};
+      stale = stale || is_stale(word[e][0], epoch) || is_stale(word[e][1], epoch);
+    }
+    return stale ? 0 : -1;
+  };
+  wait_until(place, Phase::kAttention, kBarrierGrace, look, [&](int) { return place.rank; });
+  return data;
+}
+
 class AttentionSteps : public RowSteps {
  public:
   using RowSteps::RowSteps;
@@ -23,7 +48,7 @@ class AttentionSteps : public RowSteps {
     const uint32_t two = head_columns(i, head, place_.epoch);
     const uint32_t value = query ? 0u : head_columns(i, head + s_.attention.kv_heads, place_.epoch);
     const int l = layer(), lane = lane_index();
-    const float r = head_scale(two, lane);
+    const float r = head_scale(two, p_.eps);
     float y0 = round_bf16(low_bf16(two) * r), y1 = round_bf16(high_bf16(two) * r);
     if (p_.kind[l].rope) {
       const float* table = a_.shared.rope + s_.rows.position[i] * kHeadDim;
@@ -41,17 +66,16 @@ class AttentionSteps : public RowSteps {
 
   // The units of attention_schedule.cuh.
   __device__ void attend_rows() {
-    const int l = layer();
 #pragma unroll 1
-    for (int unit = block(); unit < s_.attention.kind[p_.kind[l].full].units; unit += blocks()) {
+    for (int unit = block(); unit < layer_units().units; unit += blocks()) {
       run_phase<&AttentionSteps::begin_unit>(unit);
-      attend(unit);
+      attend();
     }
   }
 
   // Each row and kv head by whichever block it falls to, as soon as its sums are there.
   __device__ void finish_rows() {
-    const LayerUnits& kind = s_.attention.kind[p_.kind[layer()].full];
+    const LayerUnits& kind = layer_units();
     // From the last block on: the first ones have the most units.
     int i = blocks() - 1 - block();
 #pragma unroll 1
@@ -84,15 +108,16 @@ class AttentionSteps : public RowSteps {
                          kMaxRows * columns, epoch);
   }
 
-  // 1 / rms of a head by one warp, two neighbouring elements a lane.
-  __device__ float head_scale(uint32_t two, int lane) const {
+  // 1 / rms of a head by one warp, two neighbouring elements a lane. One piece of code.
+  __device__ __noinline__ static float head_scale(uint32_t two, float eps) {
+    const int lane = lane_index();
     float own[4];
 #pragma unroll
     for (int e = 0; e < 4; ++e) {  // element j + 16 e
       const uint32_t pair = __shfl_sync(~0u, two, (lane % 16 + 16 * e) / 2);
       own[e] = lane % 2 ? high_bf16(pair) : low_bf16(pair);
     }
-    return rms_factor(warp_sumsq64(own), kHeadDim, p_.eps);
+    return rms_factor(warp_sumsq64(own), kHeadDim, eps);
   }
 
   // A lane's two columns of a row's head, in the epoch that begins behind all heads.
@@ -110,9 +135,8 @@ class AttentionSteps : public RowSteps {
     store_head(w_.k, i * s_.attention.kv_heads + head, key);
     store_head(w_.v, i * s_.attention.kv_heads + head, value);
     const bool full = p_.kind[l].full;
-    const int position = s_.rows.committed[i] + s_.rows.index[i],
-              slot = full ? position : position % static_cast<int>(p_.ring);
-    const int64_t at = p_.cache(l, s_.rows.sequence[i], head, slot);
+    const int slot = layer_units().slots.of(s_.rows.committed[i] + s_.rows.index[i]);
+    const int64_t at = cache_of(l, s_.rows.sequence[i], head) + slot * kHeadDim;
     reinterpret_cast<uint32_t*>((full ? weights().k_full : weights().k_ring) + at)[lane] = key;
     reinterpret_cast<uint32_t*>((full ? weights().v_full : weights().v_ring) + at)[lane] = value;
   }
@@ -123,12 +147,19 @@ class AttentionSteps : public RowSteps {
     return mine<uint64_t>(w_.stretch_sums) + int64_t{at} * (s_.attention.group * kSumWidth);
   }
 
-  // A unit of attention_schedule.cuh: what it attends to, and where in its sequence's units it stands.
+  __device__ const LayerUnits& layer_units() const { return s_.attention.kind[p_.kind[layer()].full]; }
+
+  // Where the cache of a sequence and head begins.
+  __device__ int64_t cache_of(int l, int sequence, int head) const {
+    const int before = (p_.kind[l].cache * static_cast<int>(p_.sequences) + sequence) * s_.attention.kv_heads + head;
+    return int64_t{before} * static_cast<int>(p_.slots(l)) * kHeadDim;
+  }
+
+  // A unit of attention_schedule.cuh, and where in its sequence's units it stands. Its warps find it once, each for
+  // itself, and leave it in shared memory.
   struct UnitPlace {
     AttentionUnit unit;
-    SequenceChunks chunks;
-    int sequence, row, major, head;
-    bool own;  // of one row, with positions in flight
+    int begin;  // of the sequence in AttentionSchedule::member
   };
   __device__ __forceinline__ UnitPlace find_unit(int unit) const {
     const int l = layer();
@@ -144,46 +175,47 @@ class AttentionSteps : public RowSteps {
     const int local = unit - kind.unit[sequence];
     const bool own = local >= shared_units;
     // Units that share keys and values follow each other.
-    const int minor = own ? s.count : groups, index = own ? local - shared_units : local, of_kv = index / minor,
-              of_group = index - of_kv * minor, major = of_kv / kv_heads, head = of_kv - major * kv_heads;
-    const int row = own ? of_group : of_group << kind.group;
-    const uint8_t* member = s_.attention.member + s.begin + row;
-    const int lowest = own ? s_.rows.position[*member] : s.lowest;
-    const int64_t base = p_.cache(l, s_.rows.sequence[*member], head, 0);
-    return {{s_.attention, kind, member, own ? 1 : min(s.count - row, 1 << kind.group),
-             own ? c.own + major : max(c.first, ((c.first >> run) + major) << run),
-             own ? c.own + major + 1 : min(c.own, ((c.first >> run) + major + 1) << run),
-             max(lowest - kind.window + 1, 0), global(full ? weights().k_full : weights().k_ring) + base,
-             global(full ? weights().v_full : weights().v_ring) + base},
-            c,
-            sequence,
-            row,
-            major,
-            head,
-            own};
+    const uint32_t minor = own ? s.count : groups, index = own ? local - shared_units : local, of_kv = index / minor;
+    const int of_group = index - of_kv * minor, major = s_.attention.by_heads.quotient(of_kv),
+              head = of_kv - major * kv_heads;
+    const int row = own ? of_group : of_group << kind.group, member = s_.attention.member[s.begin + row];
+    const int lowest = own ? s_.rows.position[member] : s.lowest, first_run = c.first >> run;
+    const int64_t base = cache_of(l, s_.rows.sequence[member], head);
+    // The part of the sums that is its first.
+    const int begin = own ? c.own + major : max(c.first, (first_run + major) << run),
+              part = own                   ? c.shared_parts(run) + major
+                     : run < kStretchLog2  ? begin - c.first
+                     : run == kStretchLog2 ? major
+                                           : 0;
+    const int width = s_.attention.group * kSumWidth, parts = c.parts(run);
+    return {{global(full ? weights().k_full : weights().k_ring) + base,
+             global(full ? weights().v_full : weights().v_ring) + base,
+             sums_of(kind, sequence, row, head, parts) + part * width, kv_heads * parts * width, s.begin + row,
+             own ? 1 : min(s.count - row, 1 << kind.group), begin,
+             own ? begin + 1 : min(c.own, (first_run + major + 1) << run), max(lowest - kind.window + 1, 0), head, own},
+            s.begin};
   }
 
   // The A operands of a unit's rows: block b holds (head g, dimensions 16 b + 4 t to + 3) of two rows.
-  __device__ __forceinline__ void load_queries(const AttentionUnit& u, int head) {
+  __device__ __forceinline__ void load_queries(const AttentionUnit& u) {
     AttentionShared& shared = *region<AttentionShared>();
     const int warp = warp_index(), lane = lane_index(), b = warp % 4, g = lane / 4, t = lane % 4,
               group = s_.attention.group;
     const int first = warp / 4;  // the warp's tiles: this one and, if there is one, that after the next
     if (2 * first >= u.rows) return;
-    uint32_t two[8] = {};  // of two rows, then of the other tile's; of the last one again where there is none
-    const auto slot = [&](int e) {
-      const int i = u.member[min(2 * first + e / 4 * 4 + e / 2 % 2, u.rows - 1)];
-      const int query = (i * s_.attention.kv_heads + head) * group + min(g, group - 1);
-      return mine<uint64_t>(w_.q) + (query * kHeadDim + 16 * b + 4 * t) / 2 + e % 2;
+    // Of two rows, then of the other tile's; of the last one again where there is none.
+    const auto slot = [&](int row) {
+      const int i = s_.attention.member[u.member + min(2 * first + row, u.rows - 1)];
+      const int query = (i * s_.attention.kv_heads + u.head) * group + min(g, group - 1);
+      return mine<uint64_t>(w_.q) + (query * kHeadDim + 16 * b + 4 * t) / 2;
     };
-    wait(Phase::kAttention, slot, [&](int) { return me(); }, two, kBarrierGrace);
+    const Four two = wait_four(place_, place_.epoch, slot(0), slot(1), slot(4), slot(5));
 #pragma unroll
-    for (int e = 0; e < 8; e += 4) {
-      const int tile = first + e / 2;
+    for (int e = 0; e < 2; ++e) {
+      const int tile = first + 2 * e;
       if (2 * tile >= u.rows) break;
-      const bool both = 2 * tile + 1 < u.rows;
-      const uint4 q{two[e], both ? two[e + 2] : 0u, two[e + 1], both ? two[e + 3] : 0u};
-      shared.q[tile][b][lane] = g < group ? q : uint4{0, 0, 0, 0};
+      const uint2 even = two.pair[2 * e], odd = 2 * tile + 1 < u.rows ? two.pair[2 * e + 1] : uint2{0, 0};
+      shared.q[tile][b][lane] = g < group ? uint4{even.x, odd.x, even.y, odd.y} : uint4{0, 0, 0, 0};
     }
   }
 
@@ -194,15 +226,16 @@ class AttentionSteps : public RowSteps {
     const AttentionUnit& u = found.unit;
     AttentionShared& shared = *region<AttentionShared>();
     auto &keys = shared.value[1 - u.begin % 2], &values = shared.value[u.begin % 2];
-    const uint8_t* member = u.member - found.row;  // of the sequence
-    const int i = *u.member, committed = s_.rows.committed[i], position = s_.rows.position[i], begin = u.begin * kChunk;
-    const auto piece_at = [](int at) { return 8 * (at % 8 ^ at / 8 % 8); };
+    const CacheSlots slots = layer_units().slots;
+    const int i = s_.attention.member[u.member], committed = s_.rows.committed[i], position = s_.rows.position[i],
+              begin = u.begin * kChunk;
+    const auto piece_at = [](uint32_t at) { return 8 * (at % 8 ^ at / 8 % 8); };
 #pragma unroll 1
-    for (int at = thread_index(); at < kChunk * 8; at += kThreads) {  // pieces of 16 bytes
+    for (uint32_t at = thread_index(); at < kChunk * 8; at += kThreads) {  // pieces of 16 bytes
       const int place = at / 8, now = begin + place;
       uint16_t *key = keys[place] + piece_at(at), *value = values[place] + piece_at(at);
       if (now >= u.first && now < committed) {
-        const int from = (u.kind.ring ? now % u.kind.ring : now) * kHeadDim + at % 8 * 8;
+        const int from = slots.of(now) * kHeadDim + at % 8 * 8;
         ptx::copy16(ptx::shared_address(key), u.k + from);
         ptx::copy16(ptx::shared_address(value), u.v + from);
       } else if (now < u.first || now > position) {
@@ -211,15 +244,13 @@ class AttentionSteps : public RowSteps {
     }
     const int skipped = max(max(committed, u.first) - begin, 0), end = min(position + 1 - begin, kChunk);
 #pragma unroll 1
-    for (int at = skipped * 8 + thread_index(); at < end * 8; at += kThreads) {
-      const int place = at / 8, of_row = member[s_.rows.path[i][begin + place - committed]];
-      const int from = (of_row * s_.attention.kv_heads + found.head) * (kHeadDim / 2) + at % 8 * 4;
-      uint32_t words[8] = {};
-      wait(
-          Phase::kAttention, [&](int e) { return mine<uint64_t>(e < 4 ? w_.k : w_.v) + from + e % 4; },
-          [&](int) { return me(); }, words, kBarrierGrace);
-      *reinterpret_cast<uint4*>(keys[place] + piece_at(at)) = {words[0], words[1], words[2], words[3]};
-      *reinterpret_cast<uint4*>(values[place] + piece_at(at)) = {words[4], words[5], words[6], words[7]};
+    for (uint32_t at = skipped * 8 + thread_index(); static_cast<int>(at) < end * 8; at += kThreads) {
+      const int place = at / 8, of_row = s_.attention.member[found.begin + s_.rows.path[i][begin + place - committed]];
+      const int from = (of_row * s_.attention.kv_heads + u.head) * (kHeadDim / 2) + at % 8 * 4;
+      const uint64_t *key = mine<uint64_t>(w_.k) + from, *value = mine<uint64_t>(w_.v) + from;
+      const auto [pair] = wait_four(place_, place_.epoch, key, key + 2, value, value + 2);
+      *reinterpret_cast<uint4*>(keys[place] + piece_at(at)) = {pair[0].x, pair[0].y, pair[1].x, pair[1].y};
+      *reinterpret_cast<uint4*>(values[place] + piece_at(at)) = {pair[2].x, pair[2].y, pair[3].x, pair[3].y};
     }
   }
 
@@ -228,31 +259,30 @@ class AttentionSteps : public RowSteps {
   __device__ void begin_unit(int unit) {
     const UnitPlace found = find_unit(unit);
     const AttentionUnit& u = found.unit;
-    const int start = u.begin * kChunk + 16 * warp_index();
-    if (found.own)
+    AttentionShared& shared = *region<AttentionShared>();
+    if (u.own)
       load_own_chunk(found);
     else
-      prefetch_block(u, start, block_slot(u, start), *region<AttentionShared>());
+      prefetch_block(u.k, u.v, u.begin, block_slot(layer_units().slots, u.first, u.begin * kChunk + 16 * warp_index()),
+                     shared);
     next_values();
-    load_queries(u, found.head);
-    if (!found.own) return;
-    ptx::wait_all_copies();
-    sync_block();
+    if (lane_index() == 0) shared.unit[warp_index()] = u;
+    load_queries(u);
+    if (u.own) {
+      ptx::wait_all_copies();
+      sync_block();
+    }
+    __syncwarp();
   }
 
-  __device__ __forceinline__ void attend(int unit) {
-    const UnitPlace found = find_unit(unit);
-    const AttentionUnit& u = found.unit;
-    const SequenceChunks& c = found.chunks;
-    const int run = u.kind.run, width = s_.attention.group * kSumWidth, parts = c.parts(run),
-              stride = s_.attention.kv_heads * parts * width, warp = warp_index();
-    const bool own = found.own, whole = run == kWholeRun && !own;
-    uint64_t* out = sums_of(u.kind, found.sequence, found.row, found.head, parts);
-    if (own)
-      out += (c.shared_parts(run) + found.major) * width;
-    else if (run <= kStretchLog2)
-      out += (run == kStretchLog2 ? found.major : u.begin - c.first) * width;
+  // The unit that begin_unit left.
+  __device__ __forceinline__ void attend() {
     AttentionShared& shared = *region<AttentionShared>();
+    const LayerUnits& kind = layer_units();
+    const int warp = warp_index(), run = kind.run;
+    const AttentionUnit& u = shared.unit[warp];  // read anew, not kept in registers
+    const bool whole = run == kWholeRun && !u.own;
+    uint64_t* out = u.sums;
     AttentionSums sums{};
     KeyBlock keys;
     // The first round only loads keys: one copy of that code.
@@ -260,32 +290,31 @@ class AttentionSteps : public RowSteps {
     ptx::opaque(chunk);
 #pragma unroll 1
     for (; chunk < u.end; ++chunk) {
-      const int start = chunk * kChunk + 16 * warp, slot = block_slot(u, start + kChunk);
+      const int start = chunk * kChunk + 16 * warp, slot = block_slot(kind.slots, u.first, start + kChunk);
       const bool more = chunk + 1 < u.end, loaded = chunk >= u.begin;
       if (loaded) {
-        if (more) prefetch_block(u, start + kChunk, slot, shared);
+        if (more) prefetch_block(u.k, u.v, chunk + 1, slot, shared);
         next_values();
-        score_rows(u, s_.rows, start, keys, shared);
+        score_rows(s_.attention, kind.window, u, s_.rows, start, keys, shared);
       }
-      if (more && own)
+      if (more && u.own)
         load_keys(shared.value[chunk & 1], keys);
       else if (more)
-        load_keys(u, slot, keys);
+        load_keys(u.k, slot, keys);
       wait_values();
       sync_block();
       if (!loaded) continue;
       add_chunk(u.rows, chunk, shared, sums);
-      const bool ends = (chunk + 1) % kStretch == 0;
+      const bool ends = (chunk + 1 & kStretch - 1) == 0;
       if (run < kStretchLog2 || ends || chunk + 1 == u.end) {
+        const int group = s_.attention.group, width = group * kSumWidth;
         // All full stretches of a whole row are one part.
-        const bool later = chunk / kStretch != u.begin / kStretch;
+        const bool later = chunk >> kStretchLog2 != u.begin >> kStretchLog2;
         if (whole && !ends && later) out += width;
-        if (whole && ends && later) add_stored_sums(u, sums, out, stride);
         // Not to be seen yet where it is stored once more.
         const bool done = !whole || !ends || chunk + kStretch >= u.end;
-        store_chunk_sums(u, sums, out, stride, place_.epoch - !done);
+        store_part(group, u, sums, out, place_.epoch - !done, whole && ends && later);
         if (!whole) out += width;
-        sums = {};
       }
       sync_block();
     }
@@ -297,6 +326,7 @@ class AttentionSteps : public RowSteps {
     const int warp = warp_index(), lane = lane_index(), heads = s_.attention.group, width = heads * kSumWidth;
     const int sequence = s_.attention.of[i], run = kind.run;
     const SequenceChunks c = s_.attention.sequence[sequence].chunks(kind.window);
+    const StretchEnds ends(c, run);
     const int parts = c.parts(run), column = (head * heads + warp) * kHeadDim + 2 * lane,
               columns = static_cast<int>(p_.q_columns());
     const uint64_t* stored = sums_of(kind, sequence, s_.rows.index[i], head, parts);
@@ -337,7 +367,7 @@ class AttentionSteps : public RowSteps {
         if (first + e >= parts) break;
         own = {own.x + two[e].x, own.y + two[e].y};
         own_denominator = own_denominator + ones[e];
-        if (!c.ends(run, first + e)) continue;
+        if (!ends.after(first + e)) continue;
         all = {all.x + own.x, all.y + own.y};
         denominator = denominator + own_denominator;
         own = {};
@@ -353,7 +383,7 @@ class AttentionSteps : public RowSteps {
 
   // o = R((a * r64) * sigmoid(u)) for one query head by one warp, two dimensions a lane.
   __device__ uint32_t gated(uint32_t a, uint32_t u) const {
-    const float r = head_scale(a, lane_index());
+    const float r = head_scale(a, p_.eps);
     uint32_t o = 0;
 #pragma unroll 1  // one copy of the sigmoid; the halves end in their places
     for (int e = 0; e < 2; ++e, a >>= 16, u >>= 16)
