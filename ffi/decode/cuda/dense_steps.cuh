@@ -91,26 +91,35 @@ class DenseSteps : public OperandSteps {
   }
 
   // The block's experts of the router, in the segment that pre_expert_proj's operand is of.
-  __device__ Range router_rows() const {
-    return segment_part(static_cast<int>(p_.experts_rank()), kSegments, place_.index, place_.size);
-  }
-  __device__ const float* router_row(int row) const {
-    const int own = static_cast<int>(p_.experts_rank()), segment = row / own;
-    return weights().router + p_.router(layer()) + (row - segment * own) * hidden() + segment * (hidden() / kSegments);
+  struct RouterShare {
+    int segment;
+    Range rows;
+    const float* row;  // the first
+  };
+  __device__ RouterShare router_share() const {
+    const auto index = static_cast<uint32_t>(Gemm::kPreExpert);
+    const uint32_t each = place_.size / kSegments;
+    const int own = static_cast<int>(p_.experts_rank()), segment = s_.jobs.dense[index].segment(s_.jobs.tasks[index]);
+    Range rows{};
+    if (place_.index < each * kSegments) {  // segment_part's, by one division
+      const Divisor by_blocks{static_cast<int>(each), 0xFFFFFFFFu / each + 1};
+      const int at = own * (block() - segment * static_cast<int>(each));
+      rows = {by_blocks.quotient(at), by_blocks.quotient(at + own)};
+    }
+    return {segment, rows,
+            global(weights().router) + (layer() * own + rows.begin) * hidden() + segment * (hidden() / kSegments)};
   }
   // Of so many of them the weights lie behind the operand; they come while it is awaited.
-  __device__ int held_rows() const {
-    const Range rows = router_rows();
-    return min(rows.end - rows.begin, kHeldRouterRows);
-  }
+  __device__ static int held_rows(Range rows) { return min(rows.end - rows.begin, kHeldRouterRows); }
   __device__ float* held_router() const { return region<float>(static_cast<int>(dense_operand_bytes(p_.hidden))); }
   __device__ void fetch_router() {
-    const int first = router_rows().begin, quads = hidden() / kSegments / 4, held = held_rows();
+    const RouterShare share = router_share();
+    const int quads = hidden() / kSegments / 4, held = held_rows(share.rows);
 #pragma unroll 1
     for (int row = 0; row < held; ++row)
 #pragma unroll 1
       for (int q = thread_index(); q < quads; q += kThreads)
-        ptx::copy16(ptx::shared_address(held_router() + (row * quads + q) * 4), router_row(first + row) + 4 * q);
+        ptx::copy16(ptx::shared_address(held_router() + (row * quads + q) * 4), share.row + row * hidden() + 4 * q);
   }
 
   // Segment sums of this block's experts of this rank for one pass of rows: half a warp per row, by the warps that have
@@ -122,14 +131,14 @@ class DenseSteps : public OperandSteps {
     if (warp < 0) return;
     const int lane = thread_index() % 32, j = lane % 16;
     const int own = static_cast<int>(p_.experts_rank()), count = min(kPassRows, rows() - i0), pairs = (count + 1) / 2;
-    const Range range = router_rows();
-    const int segment = range.begin / own, held = held_rows();
+    const RouterShare share = router_share();
+    const int held = held_rows(share.rows);
     const int length = hidden() / kSegments, blocks_of_16 = length / 16;
 #pragma unroll 1
-    for (int unit = warp; unit < (range.end - range.begin) * pairs; unit += warps) {
-      const int of_block = unit / pairs, e = range.begin + of_block - segment * own;
-      const int i = min(unit % pairs * 2 + lane / 16, count - 1);
-      const float* row = (of_block < held ? held_router() + of_block * length : router_row(range.begin + of_block)) + j;
+    for (int unit = warp; unit < (share.rows.end - share.rows.begin) * pairs; unit += warps) {
+      const int of_block = static_cast<uint32_t>(unit) / pairs, e = share.rows.begin + of_block;
+      const int i = min((unit - of_block * pairs) * 2 + lane / 16, count - 1);
+      const float* row = (of_block < held ? held_router() + of_block * length : share.row + of_block * hidden()) + j;
       const uint16_t* h = region<uint16_t>() + column_tile_at(i, j, 0);
       float sum = 0.0f;
       constexpr int kAtOnce = 16;  // loads in flight
@@ -147,8 +156,9 @@ class DenseSteps : public OperandSteps {
       sum = fold_warp(sum);
       // The eight lanes of each half store for eight ranks.
       if (j < kRanks)
-        store_slot(slots_to(j, w_.logits, kMaxRows * own * kSegments) + ((i0 + i) * own + e) * kSegments + segment,
-                   bit_cast<uint32_t>(sum), place_.epoch);
+        store_slot(
+            slots_to(j, w_.logits, kMaxRows * own * kSegments) + ((i0 + i) * own + e) * kSegments + share.segment,
+            bit_cast<uint32_t>(sum), place_.epoch);
     }
   }
 };

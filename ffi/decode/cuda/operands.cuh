@@ -27,29 +27,33 @@ class OperandSteps : public DenseBase {
     const int first_column = s_.jobs.dense[index].segment(s_.jobs.tasks[index]) * length;
     const Walk walk(count, length / 4);
     const float r = s_.scale[walk.source];
-    const float* from = stream(i0 + walk.source) + first_column;
-    const uint16_t* gains = gain(attention ? 0 : 1) + first_column;
-    uint32_t* to = operand_words(walk.row);
-    constexpr int kQuads = 8;  // loads of a thread in flight
+    const float4* from = reinterpret_cast<const float4*>(stream(i0 + walk.source) + first_column);
+    const uint2* gains = reinterpret_cast<const uint2*>(gain(attention ? 0 : 1) + first_column);
+    uint32_t* words = operand_words(walk.row) + word_of(4 * walk.first);
+    const int stride = word_of(4 * walk.step);
+    constexpr int kQuads = 8, kPart = kQuads / 2;  // loads of a thread in flight; quads in the code
 #pragma unroll 1
     for (int first = walk.first; walk.any(first); first += kQuads * walk.step) {
       float4 s[kQuads];
       uint2 g[kQuads];
 #pragma unroll
       for (int e = 0; e < kQuads; ++e) {
-        const int c = 4 * walk.group(first + e * walk.step);
-        s[e] = __ldcg(reinterpret_cast<const float4*>(from + c));
-        g[e] = __ldcg(reinterpret_cast<const uint2*>(gains + c));
+        const int group = walk.group(first + e * walk.step);
+        s[e] = __ldcg(from + group);
+        g[e] = __ldcg(gains + group);
       }
       __syncwarp();  // the compiler would move each load to its use
+#pragma unroll 1
+      for (int left = walk.groups - first, end = left - kQuads * walk.step; left > max(end, 0);) {
 #pragma unroll
-      for (int e = 0; e < kQuads; ++e) {
-        const int group = first + e * walk.step;
-        if (group >= walk.groups) break;
-        const float4 n = four(g[e]);
-        uint32_t* words = to + word_of(4 * group);
-        words[0] = pack(to_bf16((s[e].x * r) * n.x), to_bf16((s[e].y * r) * n.y));
-        words[4] = pack(to_bf16((s[e].z * r) * n.z), to_bf16((s[e].w * r) * n.w));  // the next lane's
+        for (int e = 0; e < kPart; ++e, left -= walk.step, words += stride) {
+          if (left > 0) {
+            const float4 n = four(g[e]);
+            words[0] = pack(to_bf16((s[e].x * r) * n.x), to_bf16((s[e].y * r) * n.y));
+            words[4] = pack(to_bf16((s[e].z * r) * n.z), to_bf16((s[e].w * r) * n.w));  // the next lane's
+          }
+          s[e] = s[e + kPart], g[e] = g[e + kPart];  // the halves change places
+        }
       }
     }
     return true;
@@ -71,7 +75,7 @@ class OperandSteps : public DenseBase {
     }
     sync_block();
     if (j >= own.pairs) return;
-    const int first = j / k_count * k_count;
+    const int first = j - static_cast<uint32_t>(j) % k_count;
     int at = first;
 #pragma unroll 1
     for (int k = 0; k < k_count; ++k) at += terms.expert[first + k] < terms.expert[j];
@@ -90,17 +94,21 @@ class OperandSteps : public DenseBase {
     uint32_t* outputs = region<uint32_t>() + j;  // [slot][thread]
 #pragma unroll 1
     for (int begin = own.begin; begin < own.end; begin += kThreads) {
-      const int at = begin + j, row = at / words, c = at - row * words, first = (row - share.first_row) * k_count;
-      constexpr int kAtOnce = 8;  // loads in flight
+      const int at = begin + j;
+      int first = 0, c = at - share.first_row * words;  // the row's first pair, the word
+#pragma unroll 1
+      for (; c >= words; c -= words) first += k_count;  // at most once where blocks are many
+      constexpr int kAtOnce = 8;                        // loads in flight
 #pragma unroll 1
       for (int k0 = 0; k0 < k_count && at < own.end; k0 += kAtOnce) {
-        const auto slot = [&](int k) { return min(k0 + k, k_count - 1); };
+        const int last = first + k_count - 1;
         uint32_t two[kAtOnce] = {};
         wait(
-            Phase::kCombine, [&](int k) { return mine<uint64_t>(w_.f) + terms.place[first + slot(k)] + c; },
+            Phase::kCombine, [&](int k) { return mine<uint64_t>(w_.f) + (terms.place[min(first + k0 + k, last)] + c); },
             [&](int) { return me(); }, two, kBarrierGrace);
 #pragma unroll
-        for (int k = 0; k < kAtOnce; ++k) outputs[slot(k) * kThreads] = two[k];
+        for (int k = 0; k < kAtOnce; ++k)
+          if (k0 + k < k_count) outputs[(k0 + k) * kThreads] = two[k];
       }
       if (begin == own.begin) {
         if (const int pair = j ^ kThreads / 2; pair < share.pairs) {  // by other warps than the words
@@ -111,15 +119,22 @@ class OperandSteps : public DenseBase {
         if (!all_alive()) return false;
       }
       if (at >= own.end) break;
-      const uint32_t gain = __ldg(reinterpret_cast<const uint32_t*>(post_gain()) + c);
+      const uint32_t gain = __ldg(reinterpret_cast<const uint32_t*>(global(a_.shared.moe_gains) + post_gains()) + c);
       float x = 0.0f, y = 0.0f;
-#pragma unroll 8
-      for (int k = 0; k < k_count; ++k) {
+      const auto add = [&](int k) {
         const float2 term = terms.term[first + k];
         const uint32_t two = outputs[k * kThreads];
         x = fma1(term.x, (low_bf16(two) * low_bf16(gain)) * term.y, x);
         y = fma1(term.x, (high_bf16(two) * high_bf16(gain)) * term.y, y);
+      };
+      int k = 0;
+#pragma unroll 1
+      for (; k + 4 <= k_count; k += 4) {
+#pragma unroll
+        for (int e = 0; e < 4; ++e) add(k + e);
       }
+#pragma unroll 1
+      for (; k < k_count; ++k) add(k);
       store_slot(mine<uint64_t>(w_.combined) + i0 * words + at, pack(to_bf16(x), to_bf16(y)), place_.epoch);
     }
     return true;
@@ -132,7 +147,7 @@ class OperandSteps : public DenseBase {
     const int lane = thread_index() % 32, half = lane / kLanes, j = lane % kLanes;
     const int words = static_cast<int>(p_.moe_columns()) / 2, steps = words / (kLanes / 2);
     const int begin = i0 * top_k(), end = begin + min(kPassRows, rows() - i0) * top_k();
-    const uint16_t* g = post_gain() + j;
+    const uint16_t* g = global(a_.shared.moe_gains) + post_gains() + j;
 #pragma unroll 1
     for (int pair = begin + (kWarps - 1 - thread_index() / 32) * blocks() + block(); pair < end;
          pair += blocks() * kWarps) {
@@ -200,8 +215,9 @@ class OperandSteps : public DenseBase {
     return {low_bf16(two.x), high_bf16(two.x), low_bf16(two.y), high_bf16(two.y)};
   }
 
-  __device__ const uint16_t* post_gain() const {
-    return global(a_.shared.moe_gains) + (2 * layer() + 1) * moe_hidden() + me() * static_cast<int>(p_.moe_columns());
+  // Of all gains of the experts' norms, where those of this rank's columns behind them begin.
+  __device__ int post_gains() const {
+    return (2 * layer() + 1) * moe_hidden() + me() * static_cast<int>(p_.moe_columns());
   }
 
  private:
@@ -211,10 +227,15 @@ class OperandSteps : public DenseBase {
     int first_row, pairs;
   };
   __device__ CombineShare combine_share(int i0) const {
-    const int words = static_cast<int>(p_.moe_columns()) / 2;
-    const Range own = part(min(kPassRows, rows() - i0) * words, place_.index, place_.size);
-    const int first_row = own.begin / words;
-    return {own, first_row, own.begin < own.end ? ((own.end - 1) / words - first_row + 1) * top_k() : 0};
+    const int words = static_cast<int>(p_.moe_columns()) / 2, count = min(kPassRows, rows() - i0);
+    // Part place_.index of place_.size, by one division.
+    const Divisor by_blocks{blocks(), 0xFFFFFFFFu / place_.size + 1};
+    const int first_row = by_blocks.quotient(count * block()), begin = by_blocks.quotient(count * words * block()),
+              end = by_blocks.quotient(count * words * (block() + 1));
+    int pairs = 0;
+#pragma unroll 1
+    for (int row = first_row; begin < end && row * words < end; ++row) pairs += top_k();
+    return {{begin, end}, first_row, pairs};
   }
 
   // What a thread makes of a pass of `count` rows: one row, from group `first` of its columns every step-th. A warp has

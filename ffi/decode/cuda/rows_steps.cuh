@@ -48,20 +48,15 @@ class RowSteps : public DenseSteps {
   // everybody the rounded results, two columns a thread.
   __device__ void reduce() {
     const int which = exchange();
-    const int owned = hidden() / kRanks, per_source = kMaxRows * owned, words = owned / 2;
+    const int owned = hidden() / kRanks, words = owned / 2;
     const Phase phase = which ? Phase::kCombine : Phase::kOutput;
     const int warp = thread_index() / 32, lane = thread_index() % 32;
 #pragma unroll 1
     for (int at = (warp * blocks() + first_unit(7)) * 32 + lane; at < rows() * words; at += blocks() * kThreads) {
-      const int i = at / words, c = at - i * words;
-      const uint64_t* first = slots_from(0, w_.partial[which], per_source) + i * owned + 2 * c;
-      uint32_t word[2 * kRanks] = {};
-      wait(phase, [&](int e) { return first + e / 2 * per_source + e % 2; }, [](int e) { return e / 2; }, word);
+      const uint32_t two = wait_segments(place_, phase, mine<uint64_t>(w_.partial[which]) + 2 * at, kMaxRows * owned,
+                                         place_.epoch, true);
       if (place_.gave_up) return;  // the branch's waits say so
-      float s[2][kRanks];
-#pragma unroll
-      for (int e = 0; e < 2 * kRanks; ++e) s[e % 2][e / 2] = bit_cast<float>(word[e]);
-      push_all(w_.branch[which], kMaxRows * words, i * words + c, pack(to_bf16(tree8(s[0])), to_bf16(tree8(s[1]))));
+      push_all(w_.branch[which], kMaxRows * words, at, two);
     }
   }
 
@@ -139,13 +134,22 @@ class RowSteps : public DenseSteps {
     const bool gained = exchange() == 1;
     ptx::wait_all_copies();
     __syncwarp();  // gains and words are the warp's
-#pragma unroll 4
-    for (int c = thread_index() % 32; c < words; c += 32) {
-      const float x = low_bf16(two[2 * c]), y = high_bf16(two[2 * c]);
-      const uint32_t gain = gains[c];
+    const auto expand = [&](int c, uint32_t word, uint32_t gain) {
+      const float x = low_bf16(word), y = high_bf16(word);
       reinterpret_cast<float2*>(two)[c] =
           gained ? float2{round_bf16(x * low_bf16(gain)), round_bf16(y * high_bf16(gain))} : float2{x, y};
+    };
+    int c = thread_index() % 32;
+#pragma unroll 1
+    for (; c + 3 * 32 < words; c += 4 * 32) {
+      uint32_t word[4], gain[4];
+#pragma unroll
+      for (int e = 0; e < 4; ++e) word[e] = two[2 * (c + e * 32)], gain[e] = gains[c + e * 32];
+#pragma unroll
+      for (int e = 0; e < 4; ++e) expand(c + e * 32, word[e], gain[e]);
     }
+#pragma unroll 1
+    for (; c < words; c += 32) expand(c, two[2 * c], gains[c]);
   }
 
   // A unit's part of the row, normed, into the stream.

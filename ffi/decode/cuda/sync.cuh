@@ -120,16 +120,16 @@ inline __device__ __noinline__ float wait_sum(Place& place, Phase phase, const u
   return tree8(s);
 }
 
-// Two neighbouring columns of which the rank has eight segments' sums in slots, `stride` words apart: added and
-// rounded.
+// Two neighbouring columns of which there are eight segments' sums in slots, `stride` words apart, of this rank or one
+// of each rank: added and rounded.
 inline __device__ __noinline__ uint32_t wait_segments(Place& place, Phase phase, const uint64_t* slot, int stride,
-                                                      uint32_t epoch) {
+                                                      uint32_t epoch, bool of_ranks = false) {
   float s[2][kSegments] = {};
   const auto look = [&] {
     uint64_t word[kSegments][2];
 #pragma unroll
     for (int r = 0; r < kSegments; ++r)  // each of the two is read at once, which is enough
-      ptx::load_relaxed_gpu_v2(slot + r * stride, word[r]);
+      ptx::load_relaxed_sys_v2(slot + r * stride, word[r]);
     int missing = -1;
 #pragma unroll
     for (int r = 0; r < kSegments; ++r)
@@ -140,7 +140,8 @@ inline __device__ __noinline__ uint32_t wait_segments(Place& place, Phase phase,
       }
     return missing;
   };
-  wait_until(place, phase, kBarrierGrace, look, [&](int) { return place.rank; });
+  wait_until(place, phase, of_ranks ? 0 : kBarrierGrace, look,
+             [&](int missing) { return of_ranks ? static_cast<uint32_t>(missing) : place.rank; });
   return static_cast<uint32_t>(to_bf16(tree8(s[0]))) | static_cast<uint32_t>(to_bf16(tree8(s[1]))) << 16;
 }
 
