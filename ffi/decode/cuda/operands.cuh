@@ -151,7 +151,7 @@ class OperandSteps : public DenseBase {
 #pragma unroll 1
     for (int pair = begin + (kWarps - 1 - thread_index() / 32) * blocks() + block(); pair < end;
          pair += blocks() * kWarps) {
-      const uint64_t* f = mine<uint64_t>(w_.f) + pair * words + j / 2;
+      const int word = pair * words + j / 2;
       float sum = 0.0f;
       constexpr int kAtOnce = 8;  // loads in flight
 #pragma unroll 1
@@ -162,14 +162,15 @@ class OperandSteps : public DenseBase {
 #pragma unroll
         for (int e = 0; e < kAtOnce; ++e) gains[e] = __ldg(g + step(e) * kLanes);
         wait(
-            Phase::kCombine, [&](int e) { return f + step(e) * (kLanes / 2); }, [&](int) { return me(); }, two,
-            kBarrierGrace);
+            Phase::kCombine, [&](int e) { return mine<uint64_t>(w_.f) + (word + step(e) * (kLanes / 2)); },
+            [&](int) { return me(); }, two, kBarrierGrace);
 #pragma unroll
         for (int e = 0; e < kAtOnce; ++e) {
-          const float z = from_bf16(static_cast<uint16_t>(two[e] >> (j % 2 * 16))) * from_bf16(gains[e]);
+          float z = (j % 2 ? high_bf16(two[e]) : low_bf16(two[e])) * from_bf16(gains[e]);
+          if (first + 2 * e + half >= steps) z = 0.0f;  // adds nothing
+          sum = fma1(z, z, sum);                        // of the lower half, which counts
           const float other = __shfl_xor_sync(~0u, z, kLanes);
-          if (first + 2 * e < steps) sum = fma1(z, z, sum);  // of the lower half, which counts
-          if (first + 2 * e + 1 < steps) sum = fma1(other, other, sum);
+          sum = fma1(other, other, sum);
         }
       }
       sum = fold_warp(sum);
