@@ -148,7 +148,7 @@ inline __device__ __noinline__ void schedule_attention(const Plan& plan, const D
   if (t == 0) {
     a.kv_heads = static_cast<int>(plan.kv_rank());
     a.group = static_cast<int>(plan.q_heads / plan.kv_heads);
-    a.by_heads = {a.kv_heads, 0xFFFFFFFFu / static_cast<uint32_t>(a.kv_heads) + 1};
+    a.by_heads = divisor(a.kv_heads);
     a.scale = plan.score_scale;
   }
   sync_block();

@@ -102,7 +102,7 @@ class DenseSteps : public OperandSteps {
     const int own = static_cast<int>(p_.experts_rank()), segment = s_.jobs.dense[index].segment(s_.jobs.tasks[index]);
     Range rows{};
     if (place_.index < each * kSegments) {  // segment_part's, by one division
-      const Divisor by_blocks{static_cast<int>(each), 0xFFFFFFFFu / each + 1};
+      const Divisor by_blocks = divisor(each);
       const int at = own * (block() - segment * static_cast<int>(each));
       rows = {by_blocks.quotient(at), by_blocks.quotient(at + own)};
     }

@@ -203,6 +203,10 @@ Status prepare_layers(const Plan& plan, Prepared* prepared) {
   const int64_t groups = std::max(plan.inner_columns(), plan.moe_columns()) / 16;  // of an expert GEMM, at most
   if (kMaxPairs * groups * groups > UINT32_MAX)
     return {"decode_layers: experts of " + std::to_string(groups) + " row groups per rank, fewer than 2048 expected"};
+  constexpr int64_t kManyBlocks = 256;  // more than any GPU's; shares of the weighted sum are found by a Divisor
+  if (kPassRows * (plan.moe_columns() / 2) * kManyBlocks * kManyBlocks > UINT32_MAX)
+    return {"decode_layers: " + std::to_string(plan.moe_columns()) +
+            " columns of the experts' outputs per rank, fewer than 8192 expected"};
   if (plan.q_heads / plan.kv_heads > kMaxGroup)
     return {"decode_layers: " + std::to_string(plan.q_heads / plan.kv_heads) + " query heads per kv head, at most " +
             std::to_string(kMaxGroup)};

@@ -230,7 +230,7 @@ class OperandSteps : public DenseBase {
   __device__ CombineShare combine_share(int i0) const {
     const int words = static_cast<int>(p_.moe_columns()) / 2, count = min(kPassRows, rows() - i0);
     // Part place_.index of place_.size, by one division.
-    const Divisor by_blocks{blocks(), 0xFFFFFFFFu / place_.size + 1};
+    const Divisor by_blocks = divisor(blocks());
     const int first_row = by_blocks.quotient(count * block()), begin = by_blocks.quotient(count * words * block()),
               end = by_blocks.quotient(count * words * (block() + 1));
     int pairs = 0;

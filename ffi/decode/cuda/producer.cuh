@@ -88,8 +88,7 @@ class Producer {
           round += by_tasks.value;
           if (round == what.tasks) round = 0;
           const uint32_t tasks = min(what.at_once, what.tasks - round);
-          if (static_cast<int32_t>(tasks) != by_tasks.value)
-            by_tasks = {static_cast<int32_t>(tasks), 0xFFFFFFFFu / tasks + 1};
+          if (static_cast<int32_t>(tasks) != by_tasks.value) by_tasks = divisor(tasks);
         }
         const uint32_t c = by_tasks.quotient(rest), task = rest - c * by_tasks.value;
         data = what.from + uint64_t{first_task(what, round) + task} * what.stride + c * what.chunk_bytes;

@@ -29,9 +29,9 @@ struct Divisor {
     return value == 1 ? n : static_cast<int32_t>(product >> 32);
   }
 };
-MUSE_FN Divisor divisor(int64_t value) {
+MUSE_FN Divisor divisor(int32_t value) {
   if (value == 0) return {};  // of a GEMM that the launch does not have
-  return {static_cast<int32_t>(value), static_cast<uint32_t>(((uint64_t{1} << 32) + value - 1) / value)};
+  return {value, UINT32_MAX / static_cast<uint32_t>(value) + 1};
 }
 
 // Part `index` of `size` of `groups` things in each of some K segments, ordered by segment: of one segment, so that a
@@ -75,7 +75,7 @@ MUSE_FN DenseJob column_parallel_job(const uint16_t* tiles, int64_t rows, int64_
           static_cast<int32_t>(k / kSegments / 16),
           static_cast<int32_t>(first / 16),
           static_cast<int32_t>(rows / 16),
-          divisor((end - first) / 16)};
+          divisor(static_cast<int32_t>((end - first) / 16))};
 }
 MUSE_FN DenseJob column_parallel_job(const uint16_t* tiles, int64_t rows, int64_t k) {
   return column_parallel_job(tiles, rows, k, 0, rows);
