@@ -57,13 +57,11 @@ struct SequenceRows {
 
 // Which slot of a layer's cache a position has: in a sliding layer one of a ring's.
 struct CacheSlots {
-  int32_t ring;      // 0 in a full layer
-  uint32_t inverse;  // 2^32 / ring, rounded up
-  // The product's quotient is right or one too large.
+  Divisor ring;  // none in a full layer
+  // Positions may be past its exact range: the quotient is right or one too large.
   __device__ int of(int position) const {
-    const uint64_t product = static_cast<uint64_t>(static_cast<uint32_t>(position)) * inverse;
-    const int rest = position - static_cast<int>(product >> 32) * ring;
-    return rest < 0 ? rest + ring : rest;
+    const int rest = position - ring.quotient(position) * ring.value;
+    return rest < 0 ? rest + ring.value : rest;
   }
 };
 
@@ -176,8 +174,7 @@ inline __device__ __noinline__ void schedule_attention(const Plan& plan, const D
       kind.run = run;
       kind.group = group;
       kind.window = window;
-      const auto ring = static_cast<uint32_t>(plan.ring);
-      kind.slots = {full ? 0 : static_cast<int>(ring), full ? 0u : 0xFFFFFFFFu / ring + 1};
+      kind.slots = {divisor(full ? 0 : static_cast<int>(plan.ring))};
       kind.units = units;
     }
   }

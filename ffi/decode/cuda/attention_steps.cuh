@@ -305,7 +305,7 @@ class AttentionSteps : public RowSteps {
       sync_block();
       if (!loaded) continue;
       add_chunk(u.rows, chunk, shared, sums);
-      const bool ends = (chunk + 1 & kStretch - 1) == 0;
+      const bool ends = ((chunk + 1) & (kStretch - 1)) == 0;
       if (run < kStretchLog2 || ends || chunk + 1 == u.end) {
         const int group = s_.attention.group, width = group * kSumWidth;
         // All full stretches of a whole row are one part.

@@ -31,8 +31,8 @@ __global__ void __launch_bounds__(kLaunchThreads, 1) decode_head(const __grid_co
   if (threadIdx.x / 32 == kProducer) {
     if (!place.gave_up && shared.rows.count > 0) {
       Producer producer(shared);
-      producer.dense(shared.jobs.dense[kHeadJob], shared.jobs.tasks[kHeadJob], 0,
-                     (shared.rows.count + kPassRows - 1) / kPassRows);
+      producer.stream(Producer::dense(shared.jobs.dense[kHeadJob], shared.jobs.tasks[kHeadJob], 0,
+                                      (shared.rows.count + kPassRows - 1) / kPassRows));
     }
     Ring(shared.ring).drain(threadIdx.x % 32);
   }

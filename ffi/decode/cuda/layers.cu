@@ -142,11 +142,11 @@ __device__ __noinline__ void stream_weights(BlockShared& s) {
       Producer::Reading what;
       if (stage == kExpertStage || second) {
         const LayerKind kind = p.kind[l];
-        what = Producer::of_experts(s.jobs.experts[kind.nvfp4][second], s.expert_units[second],
-                                    kind.experts * static_cast<int>(p.experts));
+        what = Producer::experts(s.jobs.experts[kind.nvfp4][second], s.expert_units[second],
+                                 kind.experts * static_cast<int>(p.experts));
       } else {
         const int dense = head ? kHeadJob : min(stage, kDenseGemms - 1);
-        what = Producer::of_dense(s.jobs.dense[dense], s.jobs.tasks[dense], head ? 0 : l, passes);
+        what = Producer::dense(s.jobs.dense[dense], s.jobs.tasks[dense], head ? 0 : l, passes);
       }
       if (!producer.stream(what)) return;
     }

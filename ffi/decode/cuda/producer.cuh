@@ -22,7 +22,7 @@ class Producer {
 
   // What a block reads of a GEMM. Task t of the block lies `stride` bytes behind the one before it; of the experts',
   // whose tasks are the segments of units' row groups, only those of a unit do.
-  struct Reading {
+  struct [[nodiscard]] Reading {
     const unsigned char* from;
     uint32_t stride, length, chunk_bytes;  // of a task; of a chunk, at most
     uint32_t chunks, tasks, at_once, passes;
@@ -31,7 +31,7 @@ class Producer {
   };
 
   // The tasks are of one segment.
-  static __device__ __forceinline__ Reading of_dense(const DenseJob& job, Range range, int layer, int passes) {
+  static __device__ __forceinline__ Reading dense(const DenseJob& job, Range range, int layer, int passes) {
     const int segment = job.segment(range);
     const uint32_t length = job.blocks * static_cast<uint32_t>(kTile) * 2;
     return {reinterpret_cast<const unsigned char*>(job.chunk(layer, range.begin - segment * job.groups, segment, 0)),
@@ -48,7 +48,7 @@ class Producer {
   }
 
   // `first`: the number of the layer's first expert. Those in use are as group_pairs left them.
-  static __device__ __forceinline__ Reading of_experts(const ExpertJob& job, Range range, int first) {
+  static __device__ __forceinline__ Reading experts(const ExpertJob& job, Range range, int first) {
     const uint32_t of_unit = kSegments * job.unit_groups, bytes = job.segment_bytes;
     return {job.weights,
             bytes,
@@ -63,11 +63,7 @@ class Producer {
             first};
   }
 
-  // Called by the whole warp; false: the block is leaving.
-  __device__ bool dense(const DenseJob& job, Range range, int layer, int passes) {
-    return stream(of_dense(job, range, layer, passes));
-  }
-  // Long code: one call for all GEMMs.
+  // Called by the whole warp; false: the block is leaving. Long code: one call for all GEMMs.
   __device__ __forceinline__ bool stream(const Reading& what) {
     static_assert(kSlots == 32, "a lane per slot");
     const uint32_t count = what.tasks * what.chunks * what.passes;

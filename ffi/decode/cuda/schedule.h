@@ -30,7 +30,7 @@ struct Divisor {
   }
 };
 MUSE_FN Divisor divisor(int32_t value) {
-  if (value == 0) return {};  // of a GEMM that the launch does not have
+  if (value == 0) return {};  // of what the launch does not have: a GEMM, a ring
   return {value, UINT32_MAX / static_cast<uint32_t>(value) + 1};
 }
 
